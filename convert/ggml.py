@@ -12,7 +12,6 @@ import ctypes
 import importlib.util
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +60,15 @@ TYPE_IDS = {
     "NVFP4": 40,
 }
 
-#: Types whose quantiser needs an importance matrix, or whose tables ggml builds only for one; we never write them.
-_NEEDS_IMPORTANCE = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"})
-_QUANTIZES = frozenset(
-    name for name in TYPE_IDS if DTYPES[name].is_quantized and name not in _NEEDS_IMPORTANCE | {"Q8_1", "Q8_K"}
-)
+#: Block types that exist only inside matrix products; no file holds them.
+_INTERNAL = frozenset({"Q8_1", "Q8_K"})
 
-#: Both routines work in registers and tables of a few kilobytes: pieces of this many elements keep input and
-#: output in a core's second-level cache. (With much smaller ones two threads contend for the interpreter lock.)
-PIECE = 128 * 1024
+#: Block types that ggml can turn into float32.
+DEQUANTIZES = frozenset(n for n in TYPE_IDS if DTYPES[n].is_quantized) - _INTERNAL
+
+#: Block types that ggml can write from float32 alone. The IQ types are made for an importance matrix, which this
+#: program does not take: written without one they are worse than a K type of the same size.
+QUANTIZES = frozenset(n for n in DEQUANTIZES if not n.startswith("IQ"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class _Libraries:
 
 
 _lock = threading.Lock()
-_loaded: _Libraries | None | bool = False  # False: not tried yet; None: not there
+_loaded: _Libraries | bool | None = False  # False: not tried yet; None: not there
 
 
 def _folder() -> Path | None:
@@ -92,6 +91,11 @@ def _folder() -> Path | None:
     if found is None or not found.submodule_search_locations:
         return None
     return Path(next(iter(found.submodule_search_locations))) / "lib64"
+
+
+def _dequantizer(name: str) -> str:
+    """The routine's name: all lower case but for the K of the K types."""
+    return "dequantize_row_" + (name.lower().replace("_k", "_K"))
 
 
 def _open() -> _Libraries | None:
@@ -105,6 +109,9 @@ def _open() -> _Libraries | None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         base.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, count, count, count, pointer]
         base.ggml_quantize_chunk.restype = ctypes.c_size_t
+        for name in DEQUANTIZES:
+            routine = getattr(base, _dequantizer(name))
+            routine.argtypes, routine.restype = [pointer, pointer, count], None
         cpu.ggml_cpu_fp32_to_fp16.argtypes = [pointer, pointer, count]
         cpu.ggml_cpu_fp32_to_fp16.restype = None
         cpu.quantize_row_q8_0.argtypes = [pointer, pointer, count]
@@ -144,20 +151,105 @@ def float32_to_float16(values: Floats) -> NDArray[np.float16]:
     libraries = _libraries()
     if libraries is None:
         return _numpy_float16(values)
-    values = np.ascontiguousarray(values, np.float32)
     out = np.empty(values.shape, np.float16)
+    values = np.ascontiguousarray(values, np.float32)
     libraries.cpu.ggml_cpu_fp32_to_fp16(values.ctypes.data, out.ctypes.data, values.size)
     return out
 
 
 def _numpy_float16(values: Floats) -> NDArray[np.float16]:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        out = np.ascontiguousarray(values, np.float32).astype(np.float16)
+        out = np.array(values, np.float16)
     nan = np.isnan(out)
     if nan.any():
-        bits = np.ascontiguousarray(values, np.float32)[nan].view(np.uint32)
+        bits = np.asarray(values, np.float32)[nan].view(np.uint32)
         quiet = (
             (bits >> np.uint32(16)) & np.uint32(0x8000) | np.uint32(0x7E00) | (bits >> np.uint32(13)) & np.uint32(0x3FF)
         )
-        out.view(np.uint16)[nan] = quiet
+        out[nan] = quiet.astype(np.uint16).view(np.float16)
+    return out
+
+
+def quantize_rows(values: Floats, name: str, *, out: Bytes | None = None) -> Bytes:
+    """Quantise with ggml's reference routine (the ``gguf`` package writes the same bytes where it has the type).
+
+    Args:
+        values: float32 ``[rows, cols]``, finite; ``cols`` a multiple of the type's block.
+        name: One of :data:`QUANTIZES`.
+        out: A contiguous ``uint8`` array of the result's shape to fill.
+
+    Returns:
+        ``uint8 [rows, bytes per row]``.
+
+    Raises:
+        ValueError: The rows do not hold whole blocks (ggml would end the process), or ggml cannot write the type.
+        RuntimeError: ggml is not installed.
+    """
+    if name not in QUANTIZES:
+        raise ValueError(f"ggml does not write {name} without an importance matrix")
+    values = np.ascontiguousarray(values, np.float32)
+    rows, cols = values.shape
+    width = DTYPES[name].nbytes((cols,))
+    out = _buffer(out, (rows, width), np.dtype(np.uint8))
+    if values.size:
+        _required().base.ggml_quantize_chunk(TYPE_IDS[name], values.ctypes.data, out.ctypes.data, 0, rows, cols, None)
+    return out
+
+
+def quantize_q8_0_simd(values: Floats, *, out: Bytes) -> None:
+    """Quantise to Q8_0 with the processor's vector instructions, fifteen times faster than the reference.
+
+    It multiplies by ``127 / max`` where the reference multiplies by ``1 / (max / 127)`` and rounds halves to even
+    where the reference rounds them away from zero, so single quants may differ by one
+    (:func:`convert.quants.quantize_q8_0` mends that).
+
+    Args:
+        values: float32, contiguous, whole blocks of 32.
+        out: ``uint8``, contiguous, 34 bytes per block.
+    """
+    if values.size % 32 or out.size != values.size // 32 * 34:
+        raise ValueError(f"{values.size} values and {out.size} bytes are not the same number of Q8_0 blocks")
+    _required().cpu.quantize_row_q8_0(values.ctypes.data, out.ctypes.data, values.size)
+
+
+def dequantize_rows(blocks: Bytes, name: str, *, out: Floats | None = None) -> Floats:
+    """The values of block-quantised rows.
+
+    Args:
+        blocks: ``uint8 [rows, bytes per row]``.
+        name: One of :data:`DEQUANTIZES`.
+        out: A contiguous float32 array of the result's shape to fill.
+
+    Returns:
+        float32 ``[rows, cols]``.
+
+    Raises:
+        ValueError: The bytes are not whole blocks, or ggml cannot read the type.
+        RuntimeError: ggml is not installed.
+    """
+    if name not in DEQUANTIZES:
+        raise ValueError(f"ggml does not read {name}")
+    kind = DTYPES[name]
+    blocks = np.ascontiguousarray(blocks, np.uint8)
+    rows, width = blocks.shape
+    if width % kind.block_bytes:
+        raise ValueError(f"{width} bytes are not whole blocks of {kind.block_bytes} ({name})")
+    out = _buffer(out, (rows, width // kind.block_bytes * kind.block), np.dtype(np.float32))
+    if blocks.size:
+        getattr(_required().base, _dequantizer(name))(blocks.ctypes.data, out.ctypes.data, out.size)
+    return out
+
+
+def _required() -> _Libraries:
+    libraries = _libraries()
+    if libraries is None:
+        raise RuntimeError("libggml-python is not installed (extra: quantize)")
+    return libraries
+
+
+def _buffer(out: Any, shape: tuple[int, int], kind: np.dtype) -> Any:
+    if out is None:
+        return np.empty(shape, kind)
+    if out.shape != shape or out.dtype != kind or not out.flags.c_contiguous:
+        raise ValueError(f"the buffer is {out.dtype} {list(out.shape)}, wanted contiguous {kind} {list(shape)}")
     return out
