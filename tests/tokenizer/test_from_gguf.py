@@ -1,0 +1,147 @@
+"""GGUF to Hugging Face: the real SmolLM2, and every pre-tokenizer, against llama.cpp and transformers."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convert.errors import ConvertError
+from convert.tokenizer import pretokenizers
+from convert.tokenizer.from_gguf import hf_files, special_ids
+
+from . import llama_cpp
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def write(files: dict[str, bytes], folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(smollm2: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(hf_files(smollm2), tmp_path_factory.mktemp("smollm2"))
+
+
+def test_smollm2_ids_equal_those_of_llama_cpp(folder: Path, smollm2_path: Path, texts: list[str]) -> None:
+    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [*texts, "<|im_start|>user\nWhat do llamas eat? 123<|im_end|>\n"]
+    for text, (ids, back) in zip(texts, llama_cpp.tokenize(smollm2_path, texts), strict=True):
+        assert ours.encode(text).ids == ids
+        assert ours.decode(ids, skip_special_tokens=False) == text
+        assert back == text
+
+
+def test_a_wrong_pre_tokenizer_would_be_seen(smollm2: dict[str, Any], folder: Path, multilingual: str) -> None:
+    wrong = hf_files(smollm2 | {"tokenizer.ggml.pre": "gpt-2"})["tokenizer.json"].decode()
+    right = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizers.Tokenizer.from_str(wrong).encode(multilingual).ids != right.encode(multilingual).ids
+
+
+def test_smollm2_in_transformers(folder: Path, multilingual: str, smollm2: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer(multilingual).input_ids
+    assert ids == reference.encode(multilingual).ids
+    assert tokenizer.decode(ids) == multilingual
+    assert tokenizer("<|im_start|>").input_ids == [1]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert (len(tokenizer), tokenizer.model_max_length) == (49152, 8192)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n")
+    assert (folder / "chat_template.jinja").read_text() == smollm2["tokenizer.chat_template"]
+    assert special_ids(smollm2) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+
+
+@pytest.fixture(scope="module")
+def small(multilingual: str) -> dict[str, Any]:
+    """A byte-level BPE of 600 tokens without splitting rules of its own, as plain keys."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|begin|>", "<|end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(multilingual.splitlines(keepends=True), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "tokenizer.ggml.model": ("STRING", "gpt2"),
+        "tokenizer.ggml.tokens": ("ARRAY[STRING]", tokens),
+        "tokenizer.ggml.token_type": ("ARRAY[INT32]", [3, 3] + [1] * (len(tokens) - 2)),
+        "tokenizer.ggml.merges": ("ARRAY[STRING]", [" ".join(pair) for pair in model["merges"]]),
+        "tokenizer.ggml.bos_token_id": ("UINT32", 0),
+        "tokenizer.ggml.eos_token_id": ("UINT32", 1),
+    }
+
+
+def plain(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, (_, value) in keys.items()}
+
+
+@pytest.mark.parametrize("name", pretokenizers.names())
+def test_every_pre_tokenizer_splits_as_llama_cpp_does(
+    name: str, small: dict[str, Any], texts: list[str], tmp_path: Path
+) -> None:
+    keys = small | {"tokenizer.ggml.pre": ("STRING", name)}
+    path = llama_cpp.write_model(tmp_path / "m.gguf", keys, rows=600)
+    rebuilt = json.loads(hf_files(plain(keys))["tokenizer.json"])
+    rebuilt["normalizer"] = None  # llama.cpp never normalises
+    ours = tokenizers.Tokenizer.from_str(json.dumps(rebuilt))
+    differing = []
+    for text, (ids, _) in zip(texts, llama_cpp.tokenize(path, texts, add_special=True), strict=True):
+        if ours.encode(text).ids != ids:
+            differing.append(text)
+    row = pretokenizers.by_name(name)
+    assert row is not None
+    if row.caveat is None:
+        assert not differing
+    else:  # the documented difference, and nothing else
+        assert differing
+        assert all(any(unicodedata.category(char) in ("Mn", "Mc") for char in text) for text in differing)
+
+
+@pytest.mark.parametrize("name", ["alias", "unknown", "none", "t5", "no merges", "duplicate"])
+def test_damaged_and_foreign_tokenizers(name: str, small: dict[str, Any]) -> None:
+    keys = plain(small)
+    if name == "alias":
+        assert hf_files(keys | {"tokenizer.ggml.pre": "smaug-bpe"}) == hf_files(keys | {"tokenizer.ggml.pre": "dbrx"})
+        return
+    broken: dict[str, dict[str, Any]] = {
+        "unknown": keys | {"tokenizer.ggml.pre": "no-such-rules"},
+        "none": {"tokenizer.ggml.model": "none"},
+        "t5": keys | {"tokenizer.ggml.model": "t5"},
+        "no merges": {key: value for key, value in keys.items() if "merges" not in key},
+        "duplicate": keys | {"tokenizer.ggml.tokens": [*keys["tokenizer.ggml.tokens"][:-1], "!"]},
+    }
+    with pytest.raises(ConvertError, match="--no-tokenizer"):
+        hf_files(broken[name])
+
+
+def test_padding_is_dropped_and_added_tokens_keep_their_ids(small: dict[str, Any], multilingual: str) -> None:
+    keys = plain(small)
+    tokens = [*keys["tokenizer.ggml.tokens"], "[PAD600]", "<user defined>", "<|eot|>", "[PAD603]", "[PAD604]"]
+    keys |= {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [*keys["tokenizer.ggml.token_type"], 5, 4, 3, 5, 5],
+        "tokenizer.ggml.eot_token_id": 602,
+        "tokenizer.ggml.pre": "llama-bpe",
+    }
+    ours = tokenizers.Tokenizer.from_str(hf_files(keys)["tokenizer.json"].decode())
+    assert ours.get_vocab_size() == 603
+    assert ours.encode("<user defined><|eot|>").ids == [0, 601, 602]  # llama-bpe adds bos unless told otherwise
+    assert ours.decode([0, 601, 602]) == "<user defined>"
+    assert special_ids(keys)["eos_token_id"] == [1, 602]
+    silent = hf_files(keys | {"tokenizer.ggml.add_bos_token": False})["tokenizer.json"].decode()
+    assert tokenizers.Tokenizer.from_str(silent).encode(multilingual).ids == ours.encode(multilingual).ids[1:]
