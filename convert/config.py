@@ -1,0 +1,252 @@
+"""Model configs: from each layout's spelling into the hub's (``config.json`` names), and back.
+
+Plain quantities are renamed by the table's ``[config]`` rows. What is not a plain quantity has code here or in
+:mod:`convert.rope`: RoPE settings, Meta's FFN formula and vocabulary of −1. Nothing is guessed: what a config does
+not say is filled from tensor shapes (:mod:`convert.shapes`), the table's stated defaults, or asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convert import rope
+from convert.dtypes import TORCH_NAMES
+from convert.errors import ConvertError, FormatError, Problem, UsageError
+from convert.table import MappingTable
+
+Config = dict[str, Any]
+
+#: A config file of more bytes than this is no config (the largest published are some 30 KB).
+MAX_BYTES = 32 << 20
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file of a checkpoint.
+
+    Raises:
+        FormatError: It is no JSON, or absurdly large; a Git-LFS pointer or web page is named.
+    """
+    from convert.formats.sniff import refuse_non_weights, sniff
+
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise FormatError(Problem("config", f"{path.name} has {size:,} bytes, which no config has.", file=str(path)))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        kind = sniff(path)
+        if kind in ("lfs", "html", "empty", "zeros"):
+            raise refuse_non_weights(path, kind) from None
+        raise FormatError(Problem("config", f"{path.name} is not valid JSON: {error}.", file=str(path))) from None
+
+
+def layout_of(raw: Mapping[str, Any], tables: list[MappingTable]) -> str | None:
+    """Whose spelling a config is in: ``hf``, ``meta`` or ``scratch``; None for neither."""
+    if "hidden_size" in raw or "model_type" in raw or "architectures" in raw:
+        return "hf"
+    best: tuple[int, str | None] = (1, None)
+    for table in tables:
+        for layout in ("meta", "scratch"):
+            keys = {row.names[layout] for row in table.config.values() if layout in row.names} - {"vocab_size"}
+            count = len(keys & set(raw))
+            if count > best[0]:
+                best = (count, layout)
+    return best[1]
+
+
+def to_hub(table: MappingTable, layout: str, raw: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> Config:
+    """Bring a config into the hub's form.
+
+    Args:
+        table: The family.
+        layout: Whose spelling ``raw`` is in.
+        raw: The config as its file holds it.
+        recorded: The hub config that an earlier conversion kept in its record; fills what ``layout`` cannot say.
+
+    Returns:
+        ``config.json`` names, with ``rope_parameters``, ``rope_theta`` and ``rope_type`` in one form. Keys that the
+        source does not state are absent, except the table's defaults for this layout.
+    """
+    raw = raw["model"] if layout == "meta" and isinstance(raw.get("model"), Mapping) else raw
+    if layout == "hf":
+        hub = {k: v for k, v in raw.items() if v is not None}
+    else:
+        hub = _renamed(table, layout, raw)
+    _check_numbers(table, hub)
+    defaults = table.defaults.get(layout, {})
+    theta = float(defaults.get("rope_theta", 10000.0))
+    kept = dict(recorded or {})
+    settings = _rope(layout, raw, hub, theta, kept.get("rope_parameters"))
+    for key, value in kept.items():
+        hub.setdefault(key, value)
+    for key, value in defaults.items():
+        hub.setdefault(key, value)
+    if layout == "meta" and int(hub.get("vocab_size", -1)) <= 0:
+        hub.pop("vocab_size", None)
+    return with_rope(hub, settings)
+
+
+def _renamed(table: MappingTable, layout: str, raw: Mapping[str, Any]) -> Config:
+    hub: Config = {}
+    arch = table.gguf_arch or ""
+    for row in table.config.values():
+        if layout not in row.names:
+            continue
+        value = raw.get(row.names[layout].replace("{arch}", arch))
+        if value is not None:
+            hub[row.key] = value
+    return hub
+
+
+def _check_numbers(table: MappingTable, hub: Mapping[str, Any]) -> None:
+    """Every quantity of the table must be a number in bounds that some machine could hold."""
+    problems = []
+    for key in table.config:
+        value = hub.get(key)
+        if value is None or (key == "vocab_size" and value == -1):
+            continue
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or not 0 <= value < 2**40 or (key == "num_hidden_layers" and value > 100_000):
+            problems.append(
+                Problem("config", f"the config's {key} is {value!r}, which is no sensible number.", found=value, wanted=key)
+            )
+    if problems:
+        raise ConvertError(problems)
+
+
+def _rope(layout: str, raw: Mapping[str, Any], hub: Mapping[str, Any], theta: float, recorded: Any) -> rope.Rope:
+    if layout == "hf":
+        return rope.from_hf(raw, theta)
+    if layout == "meta":
+        return rope.from_meta(raw, theta, recorded)
+    if layout == "scratch":
+        return rope.from_scratch(raw, theta)
+    return rope.clean(gguf_rope(raw), theta, context=hub.get("max_position_embeddings"))
+
+
+def gguf_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE keys of a GGUF file; llama3 scaling lies in a tensor and is added by the reader of the file."""
+    arch = raw.get("general.architecture", "")
+    out: dict[str, Any] = {"rope_theta": raw.get(f"{arch}.rope.freq_base")}
+    kind = raw.get(f"{arch}.rope.scaling.type", "none")
+    factor = raw.get(f"{arch}.rope.scaling.factor", raw.get(f"{arch}.rope.scale_linear"))
+    if kind not in ("none", "linear"):
+        return {**out, "rope_type": kind}
+    return {**out, "rope_type": "linear", "factor": factor} if factor not in (None, 0, 1, 1.0) else out
+
+
+def with_rope(hub: Mapping[str, Any], settings: rope.Rope) -> Config:
+    """A hub config with these RoPE settings, and nothing left of other spellings."""
+    out = {k: v for k, v in hub.items() if k not in ("rope_scaling", "rope_parameters", "rope_theta", "rope_type")}
+    out["rope_parameters"] = settings
+    out["rope_theta"], out["rope_type"] = settings["rope_theta"], settings["rope_type"]
+    return out
+
+
+def published(table: MappingTable, size: str) -> Config:
+    """The hub config of a published size.
+
+    Raises:
+        UsageError: The family has no such size.
+    """
+    key = size.lower()
+    if key not in table.sizes:
+        raise UsageError(f"there is no published size {size!r}.", hint=f"Sizes: {', '.join(sorted(table.sizes))}.")
+    return to_hub(table, "hf", table.sizes[key])
+
+
+def to_hf(table: MappingTable, hub: Mapping[str, Any], dtype: str, carried: Mapping[str, Any] | None = None) -> Config:
+    """``config.json``, complete for transformers 4 and 5.
+
+    Args:
+        table: The family.
+        hub: The hub config.
+        dtype: Canonical type of the weights.
+        carried: The source's own ``config.json``, whose further keys are kept.
+    """
+    out: Config = {"architectures": list(table.architectures[:1]), "model_type": table.model_types[0]}
+    out |= table.template.get("hf", {})
+    out |= {k: v for k, v in (carried or {}).items() if v is not None and k != "quantization_config"}
+    skip = {"rope_type", "rope_parameters", "rope_theta", "torch_dtype", "dtype"}
+    out |= {k: v for k, v in hub.items() if k not in skip}
+    for key in table.presence:
+        out.setdefault(key, False)
+    out |= rope.to_hf(hub["rope_parameters"])
+    name = TORCH_NAMES.get(dtype, "float32")
+    out["dtype"] = out["torch_dtype"] = name
+    out.setdefault("head_dim", int(hub["hidden_size"]) // int(hub["num_attention_heads"]))
+    return out
+
+
+def to_meta(table: MappingTable, hub: Mapping[str, Any]) -> Config:
+    """``params.json``.
+
+    Raises:
+        ConvertError: It has no way to say what the config says.
+    """
+    out: Config = {row.names["meta"]: hub[row.key] for row in table.config.values() if "meta" in row.names and row.key in hub}
+    out |= ffn_formula(int(hub["hidden_size"]), int(hub["intermediate_size"]))
+    return out | rope.to_meta(hub["rope_parameters"], int(hub["hidden_size"]))
+
+
+def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """Meta's width of the feed-forward layer; both truncations to int matter (facts: checked for every release)."""
+    hidden = int(2 * (4 * dim) / 3)
+    if multiplier is not None:
+        hidden = int(multiplier * hidden)
+    return multiple_of * -(-hidden // multiple_of)
+
+
+def ffn_formula(dim: int, width: int) -> Config:
+    """``multiple_of`` and ``ffn_dim_multiplier`` for which Meta's formula gives ``width``.
+
+    Takes the values of the published models where they fit, else the largest power of two that divides the width with the
+    roundest multiplier, else the width itself as ``multiple_of``, which always fits.
+    """
+    for multiple in (256, 1024, 4096, 512, 2048, 128, 64, 32):
+        for multiplier in (None, 1.3, 1.2, 1.5, 1.0):
+            if ffn_width(dim, multiple, multiplier) == width:
+                return _ffn(multiple, multiplier)
+    power = 1
+    while width % (power * 2) == 0:
+        power *= 2
+    base = int(2 * (4 * dim) / 3)
+    for multiple in (power, width):
+        for digits in range(1, 7):
+            for target in (width, width - multiple / 2):
+                multiplier = round(target / base, digits)
+                if multiplier > 0 and ffn_width(dim, multiple, multiplier) == width:
+                    return _ffn(multiple, multiplier)
+    raise ConvertError(
+        Problem("config", f"no multiple_of and ffn_dim_multiplier make Meta's formula give {width} for dim {dim}.", found=width)
+    )
+
+
+def _ffn(multiple: int, multiplier: float | None) -> Config:
+    return {"multiple_of": multiple} | ({} if multiplier is None else {"ffn_dim_multiplier": multiplier})
+
+
+def to_scratch(
+    table: MappingTable, hub: Mapping[str, Any], dtype: str, *, book_class: str | None = None, reference: bool = False
+) -> Config:
+    """The dict that the book's classes take, dtype as a string, plus what they hard-wire when it differs."""
+    out: Config = {row.names["scratch"]: hub[row.key] for row in table.config.values() if "scratch" in row.names and row.key in hub}
+    out |= rope.to_scratch(hub["rope_parameters"], reference=reference)
+    out["dtype"] = TORCH_NAMES.get(dtype, "float32")
+    name = book_class or next(iter(table.classes), None)
+    for key in table.classes.get(name or "", {}).get("drop", ()):
+        out.pop(key, None)
+    defaults = table.defaults.get("scratch", {})
+    for row in table.config.values():
+        if "scratch" not in row.names and row.key in hub and hub[row.key] != defaults.get(row.key):
+            derived = row.key == "head_dim" and hub[row.key] * hub["num_attention_heads"] == hub["hidden_size"]
+            if not derived:
+                out[row.key] = hub[row.key]
+    for key in table.presence:
+        if hub.get(key):
+            out[key] = True
+    return out | {"family": table.family, "layout": "scratch", "class": name}

@@ -1,0 +1,160 @@
+"""The safetensors container: header reader and writer.
+
+The header is read by our own code, because a mistake in it must be named and because it is all that is needed:
+an 8-byte little-endian length, that many bytes of JSON, then the data without gaps (safetensors' own format
+description). No tensor data is read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from convert.dtypes import DTYPES
+from convert.errors import FormatError, Problem
+from convert.formats.spec import Container, Entry, FileLayout, TensorSpec
+
+#: The limit of the safetensors library on a header's length.
+MAX_HEADER = 100_000_000
+
+
+def read(path: Path) -> Container:
+    """Read the header of one safetensors file.
+
+    Returns:
+        A container whose tensors are in file order, checked to lie in the file without gap or overlap.
+
+    Raises:
+        FormatError: Every way in which the header and the file do not fit, all at once.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if len(start) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise _broken(
+                path,
+                f"states a header of {length:,} bytes, but {max(size - 8, 0):,} follow and {MAX_HEADER:,} is the limit",
+                "The file is truncated or is no safetensors file; fetch it again.",
+            )
+        raw = file.read(length)
+    header = _parse(path, raw)
+    metadata = header.pop("__metadata__", {}) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _broken(path, "has a __metadata__ that is not a map of strings", "Rewrite the file with safetensors.")
+    tensors, problems = _tensors(path, header, 8 + length)
+    problems += _coverage(path, tensors, 8 + length, size)
+    if problems:
+        raise FormatError(problems)
+    return Container("safetensors", (path,), tensors, metadata)
+
+
+def _broken(path: Path, what: str, hint: str, tensor: str | None = None) -> FormatError:
+    return FormatError(Problem("header", f"{path.name} {what}.", tensor=tensor, file=str(path), hint=hint))
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            names = [k for k, _ in items]
+            twice = next(k for k in found if names.count(k) > 1)
+            raise _broken(path, f"names {twice!r} twice in its header", "Rewrite the file; one of the two would win silently.")
+        return found
+
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=lambda c: None)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise _broken(path, f"has a header that is not JSON ({error})", "Fetch the file again.") from None
+    if not isinstance(header, dict):
+        raise _broken(path, "has a header that is not a JSON object", "Fetch the file again.")
+    return header
+
+
+def _tensors(path: Path, header: Mapping[str, Any], base: int) -> tuple[dict[str, TensorSpec], list[Problem]]:
+    tensors: dict[str, TensorSpec] = {}
+    problems: list[Problem] = []
+
+    def bad(name: str, what: str) -> None:
+        problems.append(Problem("header", f"{path.name}: {name!r} {what}.", tensor=name, file=str(path)))
+
+    for name, value in header.items():
+        try:
+            kind, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            bad(name, "lacks dtype, shape or two data_offsets")
+            continue
+        if kind not in DTYPES or DTYPES[kind].block > 1:
+            bad(name, f"has the unknown dtype {kind!r}")
+            continue
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            bad(name, f"has the impossible shape {shape!r}")
+            continue
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+            bad(name, f"has the impossible data_offsets {[begin, end]!r}")
+            continue
+        want = math.prod(shape) * DTYPES[kind].block_bytes
+        if end - begin != want:
+            bad(name, f"takes {end - begin:,} bytes, but {kind} {shape} needs {want:,}")
+            continue
+        tensors[name] = TensorSpec(name, kind, tuple(shape), path, base + begin)
+    return dict(sorted(tensors.items(), key=lambda item: item[1].offset)), problems
+
+
+def _coverage(path: Path, tensors: Mapping[str, TensorSpec], base: int, size: int) -> list[Problem]:
+    """Data must lie one after the other from the header to the end of the file."""
+    at, problems = base, []
+    for name, spec in tensors.items():
+        if spec.offset != at:
+            word = "overlaps the tensor before it" if spec.offset < at else f"leaves a gap of {spec.offset - at:,} bytes"
+            problems.append(Problem("header", f"{path.name}: {name!r} {word}.", tensor=name, file=str(path)))
+        at = spec.offset + spec.nbytes
+    if at != size and not problems:
+        what = f"ends {at - size:,} bytes early" if at > size else f"has {size - at:,} bytes too many"
+        problems.append(
+            Problem(
+                "truncated" if at > size else "header",
+                f"{path.name} {what}: it has {size:,} bytes and its header describes {at:,}.",
+                file=str(path),
+                found=size,
+                wanted=at,
+                hint="The download or copy did not finish; fetch the file again.",
+            )
+        )
+    return problems
+
+
+def layout(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> FileLayout:
+    """Plan a safetensors file.
+
+    Args:
+        name: File name, relative to the output.
+        entries: The tensors in the order in which their data is to lie.
+        metadata: More for ``__metadata__``; ``format: pt`` is always there, as transformers requires it.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offsets: dict[str, int] = {}
+    at = 0
+    for entry in entries:
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
+        offsets[entry.name] = at
+        at += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+
+    def frame(_: dict[str, int]) -> Iterable[tuple[int, bytes]]:
+        yield 0, struct.pack("<Q", len(text)) + text
+
+    return FileLayout(
+        name=name,
+        format="safetensors",
+        size=base + at,
+        offsets={k: base + v for k, v in offsets.items()},
+        entries=tuple(entries),
+        frame=frame,
+    )

@@ -1,0 +1,177 @@
+"""A table expanded for one config: every tensor of a layout with its name and shape.
+
+The hub's unit is a *logical tensor*, a row at a layer. A layout stores it under a name, alone or fused with
+others; two layouts of one config meet at their logical tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from convert.errors import ConvertError, Problem, TableError
+from convert.expr import Expr, MissingName
+from convert.table import MappingTable, TensorRow
+
+#: A logical tensor: row id and layer (None outside the blocks).
+Key = tuple[str, int | None]
+
+
+class Dims:
+    """Values of a table's dims and config keys, per layer, for one config."""
+
+    def __init__(self, table: MappingTable, config: Mapping[str, Any]) -> None:
+        self.table = table
+        self.config = config
+        self._active: set[str] = set()
+
+    def lookup(self, layer: int | None) -> Any:
+        """The function that expressions ask for names at ``layer``."""
+
+        def find(name: str) -> Any:
+            if name == "l":
+                if layer is None:
+                    raise TableError(f"{self.table.source}: 'l' is used outside a block.")
+                return layer
+            if name in self.table.dims and name not in self._active:
+                self._active.add(name)
+                try:
+                    return self._first(self.table.dims[name], find)
+                finally:
+                    self._active.discard(name)
+            value = self.config.get(name)
+            if value is None:
+                raise MissingName(name)
+            return value
+
+        return find
+
+    @staticmethod
+    def _first(alternatives: tuple[Expr, ...], find: Any) -> Any:
+        for expr in alternatives[:-1]:
+            try:
+                return expr.evaluate(find)
+            except MissingName:
+                continue
+        return alternatives[-1].evaluate(find)
+
+    def value(self, expr: Expr, layer: int | None = None) -> Any:
+        """An expression's value.
+
+        Raises:
+            ConvertError: The config lacks a key that it needs.
+        """
+        try:
+            return expr.evaluate(self.lookup(layer))
+        except MissingName as missing:
+            key = str(missing)
+            raise ConvertError(
+                Problem(
+                    "config",
+                    f"the config has no {key!r}, needed for {expr.text!r} ({expr.where}).",
+                    found=None,
+                    wanted=key,
+                    hint="Give a config with --config FILE, or a published size with --size NAME.",
+                )
+            ) from None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.value(Expr(name, self.table.source))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a dim or config key, or ``default`` where the config lacks it."""
+        try:
+            return Expr(name).evaluate(self.lookup(None))
+        except MissingName:
+            return default
+
+    @property
+    def n_layers(self) -> int:
+        """The number of layers."""
+        return int(self["L"])
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One stored tensor of a layout.
+
+    Attributes:
+        name: The full name.
+        shape: What it must be.
+        keys: The logical tensors it holds; more than one when fused.
+        shapes: Their shapes.
+        axis: The axis they are joined along.
+        why: The shape's expressions with their values, for messages.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    keys: tuple[Key, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    axis: int = 0
+    why: str = ""
+
+
+def expand(table: MappingTable, dims: Dims, layout: str) -> dict[str, Slot]:
+    """Every tensor that ``layout`` stores for this config, tied heads included, by name.
+
+    Raises:
+        ConvertError: The config lacks a needed key.
+        TableError: Two rows give one name.
+    """
+    slots: dict[str, Slot] = {}
+    fused = {part: f for f in table.fused if f.layout == layout for part in f.parts}
+
+    def put(slot: Slot) -> None:
+        if slot.name in slots:
+            raise TableError(
+                f"{table.source}: {layout}: {slot.name!r} is given by {slots[slot.name].keys[0][0]} and {slot.keys[0][0]}."
+            )
+        slots[slot.name] = slot
+
+    def emit(rows: list[TensorRow], layer: int | None, prefix: str) -> None:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for row in rows:
+            if not all(dims.value(w, layer) for w in row.when):
+                continue
+            if row.id not in fused and layout not in row.names:
+                continue
+            shape = tuple(int(dims.value(s, layer)) for s in row.shape)
+            if row.id in fused:
+                shapes[row.id] = shape
+                continue
+            why = ", ".join(e.explain(dims.lookup(layer)) for e in row.shape)
+            name = _place(prefix + row.names[layout], layer)
+            put(Slot(name, shape, ((row.id, layer),), (shape,), why=f"[{why}]"))
+        for f in table.fused:
+            present = [p for p in f.parts if p in shapes] if f.layout == layout else []
+            if not present:
+                continue
+            if len(present) != len(f.parts):
+                raise TableError(f"{table.source}: [[fused]] {f.name!r}: of {list(f.parts)} only {present} exist.")
+            parts = tuple(shapes[p] for p in f.parts)
+            total = list(parts[0])
+            total[f.axis] = sum(p[f.axis] for p in parts)
+            keys = tuple((p, layer) for p in f.parts)
+            why = " + ".join(f"{p} {list(s)}" for p, s in zip(f.parts, parts, strict=True))
+            put(Slot(_place(prefix + f.name, layer), tuple(total), keys, parts, f.axis, why))
+
+    top = [r for r in table.rows.values() if not r.in_block]
+    block = [r for r in table.rows.values() if r.in_block]
+    last = [r for r in top if r.id in ("top.output_norm", "top.output")]
+    emit([r for r in top if r not in last], None, "")
+    for layer in range(dims.n_layers):
+        emit(block, layer, table.prefix.get(layout, ""))
+    emit(last, None, "")
+    return slots
+
+
+def _place(pattern: str, layer: int | None) -> str:
+    return pattern if layer is None else pattern.replace("{l}", str(layer))
+
+
+def row_shape(table: MappingTable, dims: Dims, key: Key) -> tuple[int, ...]:
+    """The shape of a logical tensor."""
+    row_id, layer = key
+    return tuple(int(dims.value(s, layer)) for s in table.rows[row_id].shape)

@@ -1,0 +1,257 @@
+"""RoPE settings in one form, from and to every spelling.
+
+The hub's form is ``{"rope_type": …, "rope_theta": …, …}``, as transformers 5 keeps it in ``rope_parameters``.
+transformers 4 spells it ``rope_theta`` + ``rope_scaling`` (with ``type`` or ``rope_type``), Meta's params.json
+``rope_theta`` + the flag ``use_scaled_rope``, the book ``rope_base`` + ``rope_freq``, GGUF ``rope.freq_base`` +
+``rope.scaling.*`` or a tensor of divisors. Two spellings that disagree, and a type nobody here knows, stop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from convert.errors import ConvertError, Problem
+
+#: The fields each type has beside rope_type and rope_theta (transformers 5.24, modeling_rope_utils).
+FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+#: What Meta's code hard-wires behind `use_scaled_rope`; the factor follows from the size (below).
+META_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+Rope = dict[str, Any]
+
+
+def _stop(message: str, *, found: Any = None, wanted: Any = None, hint: str | None = None) -> ConvertError:
+    return ConvertError(Problem("rope", message, found=found, wanted=wanted, hint=hint))
+
+
+def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = None) -> Rope:
+    """One dict of RoPE parameters, checked.
+
+    Args:
+        parameters: ``rope_type`` (or the older ``type``) and its fields.
+        theta: The base where the dict has none.
+        context: ``max_position_embeddings``, which transformers takes where the original length is missing.
+
+    Raises:
+        ConvertError: The type is unknown, or a field is missing or no number.
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
+    if kind not in FIELDS:
+        raise _stop(
+            f"the RoPE type {kind!r} is not supported; nothing was converted, because dropping it would change the model.",
+            found=kind,
+            wanted=sorted(FIELDS),
+            hint=f"Supported types: {', '.join(sorted(FIELDS))}.",
+        )
+    out: Rope = {"rope_type": kind, "rope_theta": float(parameters.get("rope_theta") or theta)}
+    for field in FIELDS[kind]:
+        value = parameters.get(field)
+        if value is None and field == "original_max_position_embeddings":
+            value = parameters.get("original_context_length", context)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise _stop(
+                f"the RoPE type {kind!r} needs a positive {field!r}, and the config has {value!r}.",
+                found=value,
+                wanted=field,
+                hint=f"A {kind} RoPE has the fields {', '.join(FIELDS[kind])}.",
+            )
+        out[field] = int(value) if field == "original_max_position_embeddings" else float(value)
+    if out["rope_theta"] <= 0 or not math.isfinite(out["rope_theta"]):
+        raise _stop(f"rope_theta is {out['rope_theta']!r}, which is no base.", found=out["rope_theta"])
+    return out
+
+
+def from_hf(config: Mapping[str, Any], default_theta: float) -> Rope:
+    """From ``config.json`` in the spellings of transformers 4 and 5.
+
+    Raises:
+        ConvertError: Both spellings are there and disagree, or the settings are not supported.
+    """
+    context = config.get("max_position_embeddings")
+    old_theta, old_scaling = config.get("rope_theta"), config.get("rope_scaling")
+    new = config.get("rope_parameters")
+    if new is None:
+        return clean(old_scaling or {}, float(old_theta or default_theta), context=context)
+    if not isinstance(new, Mapping) or any(isinstance(v, Mapping) for v in new.values()):
+        raise _stop("rope_parameters is nested by layer type, which this family does not have.", found=new)
+    rope = clean(new, float(old_theta or default_theta), context=context)
+    if old_theta is not None and float(old_theta) != rope["rope_theta"]:
+        raise _disagree("rope_theta", old_theta, rope["rope_theta"])
+    if old_scaling is not None:
+        old = clean(old_scaling, rope["rope_theta"], context=context)
+        if old != rope:
+            raise _disagree("rope_scaling", dict(old_scaling), dict(new))
+    return rope
+
+
+def _disagree(key: str, old: Any, new: Any) -> ConvertError:
+    return _stop(
+        f"config.json states RoPE twice and differently: {key} = {old}, rope_parameters = {new}.",
+        found=old,
+        wanted=new,
+        hint="Delete the wrong one; transformers itself would pick one silently.",
+    )
+
+
+def to_hf(rope: Rope) -> dict[str, Any]:
+    """Both spellings, equal: transformers 5.24 lets the older one win silently where they differ."""
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": dict(rope),
+    }
+
+
+def meta_factor(dim: int) -> float:
+    """The factor behind Meta's flag: 32 for the 3.2 1B and 3B (dim 2048, 3072), else 8 (facts: HF script, torchtune)."""
+    return 32.0 if dim in (2048, 3072) else 8.0
+
+
+def from_meta(params: Mapping[str, Any], default_theta: float, recorded: Rope | None = None) -> Rope:
+    """From params.json. ``recorded`` are the exact numbers that an earlier conversion kept beside it."""
+    theta = float(params.get("rope_theta") or default_theta)
+    if recorded is not None and recorded["rope_theta"] == theta:
+        if (recorded["rope_type"] == "llama3") == bool(params.get("use_scaled_rope")):
+            return clean(recorded, theta)
+    if not params.get("use_scaled_rope"):
+        return clean({}, theta)
+    return clean({"rope_type": "llama3", "factor": meta_factor(int(params["dim"])), **META_SCALING}, theta)
+
+
+def to_meta(rope: Rope, dim: int) -> dict[str, Any]:
+    """For params.json.
+
+    Raises:
+        ConvertError: The scaling is not what the flag stands for.
+    """
+    if rope["rope_type"] == "default":
+        return {"rope_theta": rope["rope_theta"]}
+    fits = rope["rope_type"] == "llama3" and rope["factor"] in (8.0, 32.0) and rope["factor"] == meta_factor(dim)
+    # Factor 8 fits at any size: it is what Meta's code itself computes, whatever others read into the flag.
+    fits = fits or (rope["rope_type"] == "llama3" and rope["factor"] == 8.0)
+    if not fits:
+        shown = {k: v for k, v in rope.items() if k != "rope_theta"}
+        raise _stop(
+            f"Meta's params.json cannot hold this RoPE scaling: {shown}.",
+            found=shown,
+            wanted="llama3 with factor 8 (or 32 with dim 2048 or 3072)",
+            hint="params.json has only the flag use_scaled_rope; convert to another layout.",
+        )
+    return {"rope_theta": rope["rope_theta"], "use_scaled_rope": True}
+
+
+def from_scratch(config: Mapping[str, Any], default_theta: float) -> Rope:
+    """From the book's dict: ``rope_base`` and ``rope_freq`` (None, or llama3 factors)."""
+    theta = float(config.get("rope_base") or default_theta)
+    freq = config.get("rope_freq") or config.get("rope_scaling")
+    if not freq:
+        return clean({}, theta)
+    kind = freq.get("rope_type", "llama3")
+    return clean({**freq, "rope_type": kind}, theta, context=config.get("context_length"))
+
+
+def to_scratch(rope: Rope, *, reference: bool = False) -> dict[str, Any]:
+    """For the book's dict.
+
+    Raises:
+        ConvertError: The book's class has no such scaling.
+    """
+    out: dict[str, Any] = {"rope_base": rope["rope_theta"]}
+    if rope["rope_type"] == "default":
+        return {**out, "rope_freq": None}
+    if rope["rope_type"] != "llama3":
+        if reference:
+            return {**out, "rope_freq": {k: v for k, v in rope.items() if k != "rope_theta"}}
+        raise _stop(
+            f"the book's class has no {rope['rope_type']!r} RoPE scaling, only llama3's.",
+            found=rope["rope_type"],
+            wanted="llama3",
+            hint="--allow-reference writes it for our own reference class.",
+        )
+    return {
+        **out,
+        "rope_freq": {
+            "factor": rope["factor"],
+            "low_freq_factor": rope["low_freq_factor"],
+            "high_freq_factor": rope["high_freq_factor"],
+            "original_context_length": rope["original_max_position_embeddings"],
+        },
+    }
+
+
+def divisors(rope: Rope, head_dim: int) -> list[float]:
+    """llama3 scaling as GGUF keeps it: what each base frequency is divided by, ``head_dim / 2`` values."""
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    out = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        if wavelength < original / high:
+            out.append(1.0)
+        elif wavelength > original / low:
+            out.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return out
+
+
+def from_divisors(values: Sequence[float], theta: float, head_dim: int, recorded: Rope | None = None) -> Rope:
+    """Recover llama3 scaling from GGUF's ``rope_freqs.weight``, which keeps the factor but not the other numbers.
+
+    Tries what the file recorded, then the numbers of the published models, then solves for them with a low factor of
+    1; whatever it returns reproduces the divisors to float32.
+
+    Raises:
+        ConvertError: No llama3 scaling gives these divisors.
+    """
+    factor = float(max(values))
+    base = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **META_SCALING}
+    candidates = [clean(recorded, theta)] if recorded and recorded.get("rope_type") == "llama3" else []
+    candidates.append(clean(base, theta))
+    solved = _solve(values, theta, head_dim, factor)
+    if solved:
+        candidates.append(clean({**base, **solved}, theta))
+    for rope in candidates:
+        want = divisors(rope, head_dim)
+        if len(want) == len(values) and all(abs(a - b) <= 2e-6 * a for a, b in zip(want, values, strict=True)):
+            return rope
+    raise _stop(
+        f"rope_freqs.weight holds divisors that no llama3 scaling gives (largest {factor:g}, {len(values)} values).",
+        found=factor,
+        hint="State the scaling with --config FILE.",
+    )
+
+
+def _solve(values: Sequence[float], theta: float, head_dim: int, factor: float) -> dict[str, Any] | None:
+    """Low factor 1 assumed, ``smooth`` is linear in the frequency: two points inside the ramp give the line."""
+    points = []
+    for index, value in enumerate(values):
+        if 1.0 < value < factor:
+            frequency = 1 / (2 * math.pi * theta ** (2 * index / head_dim))
+            points.append((frequency, (1 / value - 1 / factor) / (1 - 1 / factor)))
+    if len(points) < 2 or points[0][0] == points[-1][0]:
+        return None
+    slope = (points[0][1] - points[-1][1]) / (points[0][0] - points[-1][0])
+    intercept = points[0][1] - slope * points[0][0]
+    if intercept >= 0:
+        return None
+    high = 1 - 1 / intercept
+    return {"high_freq_factor": round(high, 4), "original_max_position_embeddings": round(slope * (high - 1))}
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> list[float]:
+    """The rotary frequencies of one head, scaling included (float64, ``head_dim / 2`` values)."""
+    base = [rope["rope_theta"] ** (-i / head_dim) for i in range(0, head_dim, 2)]
+    if rope["rope_type"] == "linear":
+        return [f / rope["factor"] for f in base]
+    if rope["rope_type"] == "llama3":
+        return [f / d for f, d in zip(base, divisors(rope, head_dim), strict=True)]
+    return base

@@ -1,0 +1,387 @@
+"""Mapping tables: what each tensor of a family is, and how every layout names and stores it.
+
+Reads ``mappings/<family>.toml`` into frozen dataclasses, strictly: an unknown key, an unknown row, two rows
+giving one name, or an expression over a config key that does not exist, are errors that name file and row.
+It expands nothing (:mod:`convert.layout` does) and reads no checkpoint.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from convert.errors import TableError, UsageError
+from convert.expr import Expr
+from convert.resources import mappings_dir
+
+LAYOUTS = ("hf", "meta", "scratch", "gguf")
+CONVENTIONS = {
+    "rope": ("half", "interleaved"),
+    "norm": ("plain", "zero_centered"),
+    "linear": ("out_in", "in_out"),
+}
+#: Names every table may use in expressions beside its own dims: the layer, and the RoPE settings that
+#: :mod:`convert.rope` brings into one form.
+COMMON_NAMES = frozenset({"l", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
+
+_TOP_KEYS = frozenset(
+    "family title model_types architectures gguf_arch reference layouts extends dims config defaults presence prefix "
+    "convention top block fused ignore refuse classes sizes template".split()
+)
+_ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", *LAYOUTS})
+_LISTS = ("fused", "ignore", "refuse")
+_MAX_EXTENDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor's whole story.
+
+    Attributes:
+        id: Dotted path in the table (``block.attn.k``).
+        shape: One expression per dimension, torch order.
+        when: Conditions of the row and of the blocks around it; all must hold.
+        names: Name pattern per layout, without the block's prefix.
+        rope: Number of heads whose rotary pairs the rows are, or None.
+        role: What ``inspect`` counts it under; derived from the path if not stated.
+        tied_to: The row whose values this one shares in a tied model.
+    """
+
+    id: str
+    shape: tuple[Expr, ...]
+    when: tuple[Expr, ...]
+    names: Mapping[str, str]
+    rope: Expr | None = None
+    role: str = ""
+    tied_to: str | None = None
+
+    @property
+    def in_block(self) -> bool:
+        """Whether there is one per layer."""
+        return self.id.startswith("block.")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRow:
+    """One quantity of the config: the key each layout's config file has for it.
+
+    Attributes:
+        key: The name in ``config.json``, which is the hub's.
+        names: Key per other layout; GGUF's may contain ``{arch}``.
+        gguf_type: The value type that the GGUF loader demands (``u32``, ``f32`` …).
+        gguf_also: Further GGUF keys that are written with the same value.
+    """
+
+    key: str
+    names: Mapping[str, str]
+    gguf_type: str | None = None
+    gguf_also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Several rows stored as one tensor in a layout, joined along ``axis`` in the order of ``parts``."""
+
+    layout: str
+    name: str
+    parts: tuple[str, ...]
+    axis: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Source tensors that are dropped, with the reason. ``name`` may hold ``*`` for one path part."""
+
+    layout: str
+    name: str
+    reason: str
+    check: str | None = None
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is meant; a leading ``*.`` stands for any number of path parts."""
+        pattern, parts = self.name.split("."), name.split(".")
+        if pattern[0] == "*" and len(parts) >= len(pattern):
+            parts = ["", *parts[len(parts) - len(pattern) + 1 :]]
+        return len(pattern) == len(parts) and all(p in ("*", q) for p, q in zip(pattern, parts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Something a layout cannot hold, with the sentence that says why."""
+
+    layout: str
+    when: Expr
+    reason: str
+    book_class: str | None = None
+    reference: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MappingTable:
+    """A family: its rows, dims, config keys, conventions and sizes. See the class attributes' types."""
+
+    family: str
+    title: str
+    source: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    gguf_arch: str | None
+    reference: str | None
+    layouts: tuple[str, ...]
+    dims: Mapping[str, tuple[Expr, ...]]
+    config: Mapping[str, ConfigRow]
+    defaults: Mapping[str, Mapping[str, Any]]
+    presence: Mapping[str, str]
+    prefix: Mapping[str, str]
+    convention: Mapping[str, Mapping[str, str]]
+    rows: Mapping[str, TensorRow]
+    fused: tuple[Fused, ...] = ()
+    ignore: tuple[Ignore, ...] = ()
+    refuse: tuple[Refuse, ...] = ()
+    classes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    template: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    names_file: str | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def convention_of(self, layout: str, kind: str) -> str:
+        """The layout's convention of this kind; the first of :data:`CONVENTIONS` where the table is silent."""
+        return self.convention.get(layout, {}).get(kind, CONVENTIONS[kind][0])
+
+
+def families() -> list[str]:
+    """The names of all families that have a table."""
+    return sorted(p.stem for p in mappings_dir().glob("*.toml") if "family" in _parse(p))
+
+
+@cache
+def load_table(family: str) -> MappingTable:
+    """The table of a family.
+
+    Raises:
+        UsageError: There is none of that name.
+        TableError: The table is wrong.
+    """
+    path = mappings_dir() / f"{family}.toml"
+    if not path.is_file():
+        raise UsageError(f"there is no family {family!r}.", hint=f"Families: {', '.join(families())}.")
+    return read_table(path)
+
+
+def read_table(path: Path) -> MappingTable:
+    """Read and check one table file (``extends`` is looked up beside it, then among ours)."""
+    return build(resolve(path), path.name)
+
+
+def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
+    """The raw table with what it extends merged in.
+
+    Raises:
+        TableError: Bad TOML, an unknown top-level key, or more than two levels of ``extends``.
+    """
+    raw = _parse(path)
+    unknown = sorted(set(raw) - _TOP_KEYS)
+    if unknown:
+        raise TableError(f"{path.name}: unknown key {unknown[0]!r}.", hint=f"Known: {', '.join(sorted(_TOP_KEYS))}.")
+    base = raw.pop("extends", None)
+    if base is None:
+        return raw
+    if _depth == _MAX_EXTENDS:
+        raise TableError(f"{path.name}: tables may extend at most {_MAX_EXTENDS} levels deep.")
+    beside = path.with_name(f"{base}.toml")
+    parent = beside if beside.is_file() else mappings_dir() / f"{base}.toml"
+    if not parent.is_file():
+        raise TableError(f"{path.name}: extends {base!r}, but there is no {base}.toml.")
+    return merge(resolve(parent, _depth=_depth + 1), raw)
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TableError(f"{path.name}: not valid TOML: {error}.") from None
+    except OSError as error:
+        raise TableError(f"{path}: cannot be read: {error.strerror}.") from None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep merge; the lists of ``[[fused]]``, ``[[ignore]]`` and ``[[refuse]]`` add up; ``false`` removes."""
+    out = dict(base)
+    for key, value in over.items():
+        if value is False and isinstance(out.get(key), dict):
+            del out[key]
+        elif isinstance(value, dict) and isinstance(out.get(key), dict):
+            out[key] = merge(out[key], value)
+        elif isinstance(value, list) and key in _LISTS:
+            out[key] = [*out.get(key, []), *value]
+        else:
+            out[key] = value
+    return out
+
+
+def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None) -> MappingTable:
+    """Check a merged table and freeze it.
+
+    Raises:
+        TableError: With file and row.
+    """
+    for key in ("family", "dims", "prefix", "top", "block"):
+        if key not in raw:
+            raise TableError(f"{source}: the key {key!r} is missing.")
+    layouts = tuple(raw.get("layouts", LAYOUTS))
+    dims = {k: _alternatives(v, f"{source}: dims.{k}") for k, v in raw["dims"].items()}
+    rows = {row.id: row for row in _rows(raw, source)}
+    table = MappingTable(
+        family=raw["family"],
+        title=raw.get("title", raw["family"]),
+        source=source,
+        model_types=tuple(raw.get("model_types", ())),
+        architectures=tuple(raw.get("architectures", ())),
+        gguf_arch=raw.get("gguf_arch"),
+        reference=raw.get("reference"),
+        layouts=layouts,
+        dims=dims,
+        config={k: _config_row(k, v, source) for k, v in raw.get("config", {}).items()},
+        defaults=raw.get("defaults", {}),
+        presence=raw.get("presence", {}),
+        prefix=raw["prefix"],
+        convention=raw.get("convention", {}),
+        rows=rows,
+        fused=tuple(_item(Fused, x, source, "fused") for x in raw.get("fused", ())),
+        ignore=tuple(_item(Ignore, x, source, "ignore") for x in raw.get("ignore", ())),
+        refuse=tuple(_refuse(x, source) for x in raw.get("refuse", ())),
+        classes=raw.get("classes", {}),
+        sizes=raw.get("sizes", {}),
+        template=raw.get("template", {}),
+        names_file=names_file,
+        raw=raw,
+    )
+    _check(table)
+    return table
+
+
+def _alternatives(value: Any, where: str) -> tuple[Expr, ...]:
+    return tuple(Expr(v, where) for v in (value if isinstance(value, list) else [value]))
+
+
+def _rows(raw: Mapping[str, Any], source: str) -> Iterator[TensorRow]:
+    for section in ("top", "block"):
+        yield from _walk(raw[section], (section,), (), source)
+
+
+def _walk(tree: Mapping[str, Any], path: tuple[str, ...], when: tuple[Expr, ...], source: str) -> Iterator[TensorRow]:
+    for key, value in tree.items():
+        if key == "when" or value is False:
+            continue
+        where = f"{source}: {'.'.join((*path, key))}"
+        if not isinstance(value, dict):
+            raise TableError(f"{where}: unknown key {key!r}.", hint="A row has a shape; a block holds rows and `when`.")
+        conditions = (*when, Expr(value["when"], where)) if "when" in value else when
+        if "shape" not in value:
+            yield from _walk(value, (*path, key), conditions, source)
+            continue
+        unknown = sorted(set(value) - _ROW_KEYS)
+        if unknown:
+            raise TableError(f"{where}: unknown key {unknown[0]!r}.", hint=f"A row has {', '.join(sorted(_ROW_KEYS))}.")
+        yield TensorRow(
+            id=".".join((*path, key)),
+            shape=tuple(Expr(s, where) for s in value["shape"]),
+            when=conditions,
+            names={layout: value[layout] for layout in LAYOUTS if value.get(layout)},
+            rope=Expr(value["rope"], where) if value.get("rope") else None,
+            role=value.get("role") or _role((*path, key)),
+            tied_to=value.get("tied_to"),
+        )
+
+
+def _role(path: tuple[str, ...]) -> str:
+    if path[0] == "block":
+        return "norm" if "norm" in path[-1] and len(path) > 2 and path[-1] == "norm" else path[1]
+    return "norm" if "norm" in path[-1] else path[-1]
+
+
+def _config_row(key: str, value: Mapping[str, Any], source: str) -> ConfigRow:
+    where = f"{source}: config.{key}"
+    names: dict[str, str] = {}
+    gguf_type, also = None, ()
+    for layout, name in value.items():
+        if layout not in LAYOUTS:
+            raise TableError(f"{where}: unknown layout {layout!r}.")
+        if isinstance(name, dict):
+            if set(name) - {"key", "type", "also"}:
+                raise TableError(f"{where}: {layout} has the keys key, type and also, not {sorted(name)}.")
+            names[layout], gguf_type, also = name["key"], name.get("type"), tuple(name.get("also", ()))
+        else:
+            names[layout] = name
+    return ConfigRow(key, names, gguf_type, also)
+
+
+def _item(kind: type, value: Mapping[str, Any], source: str, section: str) -> Any:
+    try:
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+    except TypeError as error:
+        raise TableError(f"{source}: [[{section}]] {dict(value)}: {str(error).split('() ')[-1]}.") from None
+
+
+def _refuse(value: Mapping[str, Any], source: str) -> Refuse:
+    where = f"{source}: [[refuse]] for {value.get('layout')!r}"
+    unknown = sorted(set(value) - {"layout", "when", "reason", "class", "reference"})
+    if unknown or not {"layout", "when", "reason"} <= set(value):
+        raise TableError(f"{where}: needs layout, when and reason; unknown {unknown}.")
+    return Refuse(
+        value["layout"],
+        Expr(value["when"], where),
+        value["reason"],
+        value.get("class"),
+        bool(value.get("reference", False)),
+    )
+
+
+def _check(table: MappingTable) -> None:
+    """Everything that can be wrong without a config."""
+    source = table.source
+    known = COMMON_NAMES | set(table.dims) | set(table.config) | set(table.presence)
+    known |= {k for values in table.defaults.values() for k in values}
+    expressions = [e for alternatives in table.dims.values() for e in alternatives]
+    expressions += [e for row in table.rows.values() for e in (*row.shape, *row.when, *((row.rope,) if row.rope else ()))]
+    for expr in [*expressions, *(r.when for r in table.refuse)]:
+        unknown = sorted(expr.names - known)
+        if unknown:
+            raise TableError(
+                f"{expr.where}: {expr.text!r} uses {unknown[0]!r}, which is neither in [dims] nor a config key of [config].",
+            )
+    for layout, conventions in table.convention.items():
+        for kind, value in conventions.items():
+            if layout not in LAYOUTS or value not in CONVENTIONS.get(kind, ()):
+                raise TableError(f"{source}: convention.{layout}: {kind} = {value!r} is not one of {CONVENTIONS.get(kind)}.")
+    for row in table.rows.values():
+        if row.tied_to and row.tied_to not in table.rows:
+            raise TableError(f"{source}: {row.id}: tied_to names {row.tied_to!r}, which is no row.")
+        if row.in_block and not set(row.names) <= set(table.prefix):
+            raise TableError(f"{source}: {row.id}: no prefix for {sorted(set(row.names) - set(table.prefix))}.")
+    for key, row_id in table.presence.items():
+        if row_id not in table.rows:
+            raise TableError(f"{source}: presence.{key}: {row_id!r} is no row.")
+    for fused in table.fused:
+        for part in fused.parts:
+            if part not in table.rows:
+                raise TableError(f"{source}: [[fused]] {fused.name!r}: the part {part!r} is no row.")
+    _check_names(table)
+
+
+def _check_names(table: MappingTable) -> None:
+    for layout in table.layouts:
+        seen: dict[str, TensorRow] = {}
+        for row in table.rows.values():
+            name = row.names.get(layout)
+            if name is None:
+                continue
+            full = table.prefix.get(layout, "") + name if row.in_block else name
+            other = seen.setdefault(full, row)
+            # Two rows may share a name when their conditions exclude each other; that is seen when they are expanded.
+            if other is not row and not (row.when and other.when):
+                raise TableError(f"{table.source}: {layout}: {full!r} is given by {other.id} and by {row.id}.")
