@@ -1,0 +1,315 @@
+"""The building blocks that the reference models share: norm, rotary embedding, feed-forward, attention, cache.
+
+Written to be read next to a paper, in plain PyTorch. Weights are used exactly as a checkpoint stores them:
+the two orders of rotary pairs are two ways to *run*, never a permutation of weights. Nothing here is shared
+with the code that converts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convert.errors import ConvertError, Problem
+
+PAIRINGS = ("half", "interleaved")
+
+
+def widen(x: Tensor) -> Tensor:
+    """16-bit values as float32; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in float32 at least.
+
+    Args:
+        dim: Size of the last axis.
+        eps: Added to the mean square.
+        zero_centered: The stored weight is the scale minus one.
+        device: Where the parameter lies.
+    """
+
+    def __init__(self, dim: int, eps: float, *, zero_centered: bool = False, device: Any = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = zero_centered
+        self.weight = nn.Parameter(torch.full((dim,), 0.0 if zero_centered else 1.0, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., dim]``."""
+        wide = widen(x)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        scale = widen(self.weight)
+        return (wide * (1.0 + scale if self.zero_centered else scale)).to(x.dtype)
+
+
+def inverse_frequencies(rotary_dim: int, base: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
+    """Radians per position for each rotary pair, float64 ``[rotary_dim / 2]``.
+
+    Pair ``i`` turns by ``base ** (-2 i / rotary_dim)``. Scaling of type ``linear`` divides every frequency by
+    ``factor``. Type ``llama3`` (Llama 3.1's long-context recipe, as Meta published it) divides only those whose
+    wavelength exceeds ``original_max_position_embeddings / low_freq_factor``, keeps those shorter than
+    ``original_max_position_embeddings / high_freq_factor``, and blends in between.
+
+    Raises:
+        ConvertError: An unknown scaling type, or one of its numbers is missing.
+    """
+    freq = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
+    kind = "default" if scaling is None else scaling.get("rope_type", "default")
+    if scaling is None or kind == "default":
+        return freq
+    needed = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if kind not in needed:
+        raise ConvertError(
+            Problem(
+                "rope_type",
+                f"The reference model does not know RoPE scaling of type {kind!r}.",
+                found=kind,
+                wanted=["default", *needed],
+            )
+        )
+    missing = [key for key in needed[kind] if scaling.get(key) is None]
+    if missing:
+        raise ConvertError(
+            Problem(
+                "rope_scaling",
+                f"RoPE scaling of type {kind!r} lacks {', '.join(missing)}.",
+                found=dict(scaling),
+                wanted=list(needed[kind]),
+            )
+        )
+    if kind == "linear":
+        return freq / scaling["factor"]
+    turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # in the original context
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high != low else (turns >= low).double()
+    return freq * keep + freq / scaling["factor"] * (1.0 - keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation of consecutive positions: ``cos`` and ``sin`` ``[T, rotary_dim / 2]``, and which rows pair up."""
+
+    cos: Tensor
+    sin: Tensor
+    pairing: str
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of cos and sin, grown on demand; never part of a state dict, always real (also beside meta weights).
+
+    Args:
+        rotary_dim: How many leading dimensions of a head turn; even.
+        base: RoPE theta.
+        scaling: See :func:`inverse_frequencies`.
+        pairing: ``half``: dimensions ``(i, i + rotary_dim / 2)`` turn together; ``interleaved``: ``(2i, 2i + 1)``.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, rotary_dim: int, base: float, *, scaling: Mapping[str, Any] | None = None, pairing: str = "half"
+    ) -> None:
+        super().__init__()
+        if rotary_dim % 2:
+            raise ConvertError(Problem("head_dim", f"Rotary dimensions come in pairs, not {rotary_dim}."))
+        if pairing not in PAIRINGS:
+            raise ConvertError(
+                Problem("rope_pairing", f"No such rotary pairing: {pairing!r}.", found=pairing, wanted=list(PAIRINGS))
+            )
+        self.pairing = pairing
+        self.frequencies = inverse_frequencies(rotary_dim, base, scaling)
+        self.register_buffer("cos", torch.empty(0, rotary_dim // 2, device="cpu"), persistent=False)
+        self.register_buffer("sin", torch.empty(0, rotary_dim // 2, device="cpu"), persistent=False)
+        self._fill(256, torch.float32)
+
+    def _fill(self, length: int, dtype: torch.dtype) -> None:
+        """Angles in float64: at position 100,000 a float32 angle is off by up to 0.004."""
+        angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * self.frequencies
+        device = self.cos.device
+        self.cos = angles.cos().to(dtype).to(device)
+        self.sin = angles.sin().to(dtype).to(device)
+
+    def forward(self, start: int, length: int, *, dtype: torch.dtype = torch.float32) -> Rotation:
+        """The rotation of positions ``start`` to ``start + length``, in float32 (float64 for a float64 model)."""
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        stop = start + length
+        if stop > self.cos.shape[0] or self.cos.dtype != dtype:
+            self._fill(max(stop, 2 * self.cos.shape[0] if stop > self.cos.shape[0] else stop), dtype)
+        return Rotation(self.cos[start:stop], self.sin[start:stop], self.pairing)
+
+
+def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn every rotary pair of ``x`` ``[B, heads, T, head_dim]`` by its position's angle.
+
+    Dimensions beyond the rotary ones pass through. The result keeps the order of dimensions of ``x``, and so
+    queries and keys of one model always match.
+    """
+    cos, sin = rotation.cos, rotation.sin
+    rotary_dim = 2 * cos.shape[-1]
+    turning, rest = widen(x[..., :rotary_dim]), x[..., rotary_dim:]
+    if rotation.pairing == "half":
+        a, b = turning.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    else:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+class FeedForward(nn.Module):
+    """Gated feed-forward: ``fc3(act(fc1(x)) * fc2(x))``; fc1 is the gate, fc2 goes up, fc3 comes down."""
+
+    def __init__(
+        self,
+        emb_dim: int,
+        hidden_dim: int,
+        *,
+        bias: bool = False,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(emb_dim, hidden_dim, bias=bias, device=device)
+        self.fc2 = nn.Linear(emb_dim, hidden_dim, bias=bias, device=device)
+        self.fc3 = nn.Linear(hidden_dim, emb_dim, bias=bias, device=device)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., D]``."""
+        return self.fc3(self.activation(self.fc1(x)) * self.fc2(x))
+
+
+class LayerCache:
+    """Keys and values of the tokens one layer has seen, ``[B, kv heads, T, head_dim]`` each."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens; returns those of all tokens."""
+        stop = self.length + keys.shape[2]
+        self._keys = self._room(self._keys, keys, stop)
+        self._values = self._room(self._values, values, stop)
+        self._keys[:, :, self.length : stop] = keys
+        self._values[:, :, self.length : stop] = values
+        self.length = stop
+        return self._keys[:, :, :stop], self._values[:, :, :stop]
+
+    def _room(self, held: Tensor | None, new: Tensor, stop: int) -> Tensor:
+        if held is not None and held.shape[2] >= stop:
+            return held
+        batch, heads, _, dim = new.shape
+        grown = new.new_empty(batch, heads, max(2 * self.length, stop, 64), dim)
+        if held is not None:
+            grown[:, :, : self.length] = held[:, :, : self.length]
+        return grown
+
+
+class KVCache:
+    """One :class:`LayerCache` per layer; :attr:`length` tokens have been seen."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(n_layers)]
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far."""
+        return self.layers[0].length if self.layers else 0
+
+
+def causal_mask(start: int, length: int, *, window: int | None = None, device: Any = None) -> Tensor | None:
+    """Which of the keys 0 to ``start + length`` each new query may see: bool ``[length, start + length]``.
+
+    None where attention needs no table: a single query that sees everything, or plain causal attention
+    from the start (:class:`GroupedQueryAttention` then asks for that itself).
+
+    Args:
+        start: Tokens already in the cache.
+        length: New tokens.
+        window: A query sees itself and the ``window - 1`` tokens before it; None for all.
+        device: Where the mask lies.
+    """
+    stop = start + length
+    if (window is None or window >= stop) and (start == 0 or length == 1):
+        return None
+    queries = torch.arange(start, stop, device=device)[:, None]
+    keys = torch.arange(stop, device=device)[None, :]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Causal attention in which ``n_heads / n_kv_groups`` query heads share one key and value head.
+
+    Args:
+        emb_dim: D.
+        n_heads: Query heads.
+        n_kv_groups: Key and value heads; divides ``n_heads``.
+        head_dim: Size of a head; ``n_heads * head_dim`` need not be D.
+        biases: Which projections have a bias, of ``q``, ``k``, ``v``, ``o``.
+        q_norm, k_norm: Applied per head before the rotation, where a family has them.
+        scale: Of the scores; ``head_dim ** -0.5`` unless given.
+        device: Where the parameters lie.
+    """
+
+    def __init__(
+        self,
+        emb_dim: int,
+        *,
+        n_heads: int,
+        n_kv_groups: int,
+        head_dim: int,
+        biases: frozenset[str] = frozenset(),
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        scale: float | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.group_size = n_heads // n_kv_groups
+        self.scale = scale
+        self.W_query = nn.Linear(emb_dim, n_heads * head_dim, bias="q" in biases, device=device)
+        self.W_key = nn.Linear(emb_dim, n_kv_groups * head_dim, bias="k" in biases, device=device)
+        self.W_value = nn.Linear(emb_dim, n_kv_groups * head_dim, bias="v" in biases, device=device)
+        self.out_proj = nn.Linear(n_heads * head_dim, emb_dim, bias="o" in biases, device=device)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def forward(
+        self, x: Tensor, *, rotation: Rotation | None, mask: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """``[B, T, D]`` to ``[B, T, D]``; ``mask`` as :func:`causal_mask` makes it."""
+        q, k, v = (self._heads(project(x)) for project in (self.W_query, self.W_key, self.W_value))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if rotation is not None:
+            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        k = k.repeat_interleave(self.group_size, dim=1)
+        v = v.repeat_interleave(self.group_size, dim=1)
+        causal = mask is None and q.shape[2] > 1
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """``[B, T, heads * head_dim]`` to ``[B, heads, T, head_dim]``."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
