@@ -26,7 +26,7 @@ make_env() {
         return 1
     fi
     rm -rf "$folder"
-    "$python" -m venv "$folder"
+    "$python" -m venv "$folder" || exit 1
     return 0
 }
 

