@@ -136,10 +136,11 @@ class RotaryEmbedding(nn.Module):
 
     def _fill(self, length: int, dtype: torch.dtype) -> None:
         """Angles in float64: at position 100,000 a float32 angle is off by up to 0.004."""
-        angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * self.frequencies
         device = self.cos.device
-        self.cos = angles.cos().to(dtype).to(device)
-        self.sin = angles.sin().to(dtype).to(device)
+        with torch.inference_mode(False):  # the tables outlive the run that needs them first
+            angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * self.frequencies
+            self.cos = angles.cos().to(dtype).to(device)
+            self.sin = angles.sin().to(dtype).to(device)
 
     def forward(self, start: int, length: int, *, dtype: torch.dtype = torch.float32) -> Rotation:
         """The rotation of positions ``start`` to ``start + length``, in float32 (float64 for a float64 model)."""

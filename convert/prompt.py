@@ -1,0 +1,96 @@
+"""The token ids a verification runs on: given, made from text, or fixed ones that visit the whole vocabulary.
+
+Imports no torch, and the tokenizer library only for text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from convert.errors import ConvertError, Problem, UsageError
+
+
+def fixed_tokens(vocab_size: int, count: int) -> list[int]:
+    """``count`` token ids spread evenly over the vocabulary, in a fixed, mixed order.
+
+    One id from each of ``count`` equal slices of the vocabulary, shuffled. The generator is Knuth's
+    MMIX congruential one, so that the ids are the same everywhere and for ever.
+    """
+    state = 0x5EED
+
+    def below(limit: int) -> int:
+        nonlocal state
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (state >> 33) * limit >> 31
+
+    ids = []
+    for i in range(count):
+        low, high = i * vocab_size // count, (i + 1) * vocab_size // count
+        ids.append(min(low + below(max(high - low, 1)), vocab_size - 1))
+    for i in range(count - 1, 0, -1):
+        j = below(i + 1)
+        ids[i], ids[j] = ids[j], ids[i]
+    return ids
+
+
+def choose_tokens(
+    a: Any, b: Any, *, tokens: Sequence[int] | None = None, text: str | None = None, n_tokens: int = 128
+) -> list[int]:
+    """The token ids to run on, checked against both vocabularies; arguments as for :func:`convert.verify.verify`.
+
+    Raises:
+        ConvertError: The vocabularies differ.
+        UsageError: No ids, ids outside the vocabulary, or text without a tokenizer.
+    """
+    size, other = a.config.get("vocab_size"), b.config.get("vocab_size")
+    if size != other:
+        raise ConvertError(
+            Problem(
+                "vocab_size",
+                f"A has {size} tokens and B has {other}; their logits cannot be compared.",
+                found=other,
+                wanted=size,
+                hint="Converting never adds or drops rows of the embedding; check what made B.",
+            )
+        )
+    if tokens is not None and text is not None:
+        raise UsageError(Problem("tokens", "Give token ids or text, not both."))
+    if tokens is not None:
+        ids = [int(t) for t in tokens]
+    elif text is not None:
+        ids = _encode(text, a, b)
+    else:
+        ids = fixed_tokens(size, n_tokens)
+    wrong = [t for t in ids if not 0 <= t < size]
+    if not ids or wrong:
+        raise UsageError(
+            Problem(
+                "tokens",
+                f"Token ids {wrong[:5]} are outside the vocabulary of {size}."
+                if ids
+                else "There are no tokens to run.",
+                found=wrong[:5],
+                wanted=f"0 to {size - 1}",
+            )
+        )
+    return ids
+
+
+def _encode(text: str, *sides: Any) -> list[int]:
+    """Token ids of ``text`` by the first ``tokenizer.json`` that lies beside a side."""
+    for side in sides:
+        path = getattr(side, "path", None)
+        for folder in () if path is None else (Path(path), Path(path).parent):
+            if (folder / "tokenizer.json").is_file():
+                from tokenizers import Tokenizer
+
+                return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    raise UsageError(
+        Problem(
+            "tokenizer",
+            "Neither side has a tokenizer.json beside it, so the text cannot become token ids.",
+            hint="Run without text (fixed token ids), or give token ids.",
+        )
+    )

@@ -1,0 +1,146 @@
+"""What storing weights in a type costs a model: the rounding that a verification has to expect.
+
+:func:`perturb` puts a model's weights, in place, through another storage type, or shakes them by the grain of
+a type. The block-quantised types are imitated (so many levels between a block's extremes), which is all that
+the size of an error needs; the real quantisers are what is being verified and are not used here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from convert.dtypes import DTYPES
+from convert.source import Source
+
+#: Explicit bits of the significand.
+_BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
+#: Bits per value, values per scale, and whether a block has a minimum beside its scale (ggml's block formats).
+_BLOCKS = {
+    "Q4_0": (4, 32, False),
+    "Q4_1": (4, 32, True),
+    "Q5_0": (5, 32, False),
+    "Q5_1": (5, 32, True),
+    "Q8_0": (8, 32, False),
+    "Q2_K": (2, 16, True),
+    "Q3_K": (3, 16, False),
+    "Q4_K": (4, 32, True),
+    "Q5_K": (5, 32, True),
+    "Q6_K": (6, 16, False),
+    "Q8_K": (8, 32, False),
+}
+_FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def stored_dtype(source: Source) -> str:
+    """The type in the file, below any cast or dequantisation that wraps it."""
+    inner = getattr(source, "source", None)
+    if inner is None and getattr(source, "parts", None):
+        inner = source.parts[0]  # type: ignore[attr-defined]
+    return stored_dtype(inner) if isinstance(inner, Source) else source.dtype
+
+
+def stored_dtypes(pairs: Iterable[tuple[str, Source]]) -> dict[str, str]:
+    """The type in the file of every named tensor."""
+    return {name: stored_dtype(source) for name, source in pairs}
+
+
+def prevailing(dtypes: Mapping[str, str]) -> str:
+    """The commonest type."""
+    return Counter(dtypes.values()).most_common(1)[0][0]
+
+
+def holds(target: str, source: str) -> bool:
+    """Whether ``target`` represents every value that comes out of ``source`` (block types decode to F32)."""
+    if target == source or target == "F64":
+        return True
+    return target == "F32" and source != "F64"
+
+
+def lossy(mine: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """Which of my tensors would lose values if they were stored as the other side's, and in which type."""
+    usual = prevailing(other)
+    wanted = {name: other.get(name, usual) for name in mine}
+    return {name: dtype for name, dtype in wanted.items() if not holds(dtype, mine[name])}
+
+
+def round_through(weights: Tensor, dtype: str) -> Tensor:
+    """The values that remain after ``weights`` were stored as ``dtype``, in the type of ``weights``.
+
+    A tensor that a block type cannot hold (one-dimensional, or rows that are no whole blocks) stays as it is.
+    """
+    if dtype in _FLOATS:
+        return weights.to(_FLOATS[dtype]).to(weights.dtype)
+    kind = DTYPES[dtype]
+    bits, block, minimum = _BLOCKS.get(dtype, (max(1, kind.block_bytes * 8 // kind.block), 32, False))
+    if weights.ndim < 2 or weights.shape[-1] % block:
+        return weights
+    values = weights.float().unflatten(-1, (-1, block))
+    if minimum:
+        low = values.amin(-1, keepdim=True).clamp(max=0.0)
+        step = (values.amax(-1, keepdim=True) - low) / (2**bits - 1)
+    else:
+        low = torch.zeros_like(values[..., :1])
+        step = values.abs().amax(-1, keepdim=True) / 2 ** (bits - 1)
+    step = torch.where(step == 0, torch.ones_like(step), step)
+    return (((values - low) / step).round() * step + low).flatten(-2).to(weights.dtype)
+
+
+def grain(dtype: str) -> float:
+    """Typical (root-mean-square) relative error of rounding a value to a plain floating-point type.
+
+    Half a unit in the last place at most, evenly distributed, over significands evenly distributed in 1 to 2:
+    ``2 ** -(bits + 1) * sqrt(1 / 3) * sqrt(1 / 2)``.
+    """
+    return 2.0 ** -(_BITS[dtype] + 1) * (1 / 6) ** 0.5
+
+
+def perturb(
+    model: nn.Module,
+    *,
+    through: Mapping[str, str] | None = None,
+    shake: float = 0.0,
+    seed: int = 0,
+    rows: int = 4096,
+) -> None:
+    """Change a model's weights in place, as rounding would.
+
+    Args:
+        model: The model.
+        through: Storage types, by parameter name, that the weights pass through.
+        shake: Relative size of a pseudo-random change of every weight, up or down: row signs times column
+            signs, which costs no memory and is as incoherent with the weights as independent signs.
+        seed: Of the signs.
+        rows: Rows handled at a time.
+    """
+    signs = torch.Generator().manual_seed(seed)
+    through = through or {}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            across = _signs(param.shape[-1], signs, param)
+            down = _signs(param.shape[0], signs, param)
+            for start in range(0, param.shape[0], rows):
+                block = param[start : start + rows]
+                if name in through:
+                    block.copy_(round_through(block, through[name]))
+                if shake and param.ndim > 1:
+                    block.mul_(1 + shake * down[start : start + rows, None] * across)
+                elif shake:
+                    block.mul_(1 + shake * down[start : start + rows])
+
+
+def _signs(count: int, generator: torch.Generator, like: Any) -> Tensor:
+    """Random +1 and -1 in the device and type of ``like`` (at least float32)."""
+    kind = like.dtype if like.dtype == torch.float64 else torch.float32
+    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, kind)
