@@ -36,7 +36,7 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 _LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 
 #: What each kind is called, and what to do about it.
-_SENTENCES = {
+_SENTENCES: dict[str, tuple[str, str | None]] = {
     "torch-legacy": (
         "is a torch file in the format from before torch 1.6 (no zip archive)",
         "Open it once in torch and save it again: "
@@ -175,6 +175,7 @@ def refuse_non_weights(path: Path, kind: str) -> FormatError:
     Returns:
         An error to raise; its problem's kind is ``not_weights``, found is ``kind``.
     """
+    hint: str | None
     if kind == "lfs":
         sentence, hint = _lfs(path)
     elif kind == "html":
