@@ -1,0 +1,1 @@
+"""``python -m tests.benchmark``: what conversions cost, beside ``cp`` and the usual ways. Not run by pytest."""

@@ -1,0 +1,1 @@
+"""The usual ways to do the same work, each a small script that is run as its own process."""
