@@ -80,7 +80,7 @@ def markdown(results: dict[str, Any]) -> str:
     said = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
     cps = [r["cp_median"] for r in results["rows"] if "cp_median" in r]
     copied = f" One `cp` with `sync` took {min(cps):.1f} to {max(cps):.1f} s." if cps else ""
-    note = f"Medians of {results['runs']} runs, each next to `cp` and `sync` of a file as large as the larger of both sides."
+    note = f"Medians of {results['runs']} runs, each next to `cp` and `sync` of a file as large as the larger side."
     return "\n".join([*lines, "", f"{note}{copied} Measured with {said}."])
 
 
