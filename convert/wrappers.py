@@ -1,0 +1,386 @@
+"""Finds the model's state dict in what a training script saved, and cleans its names.
+
+A ``.pth`` may be the state dict itself, or a training checkpoint that wraps it beside an optimizer, a config
+and counters. :func:`unwrap` picks the state dict, never touching optimizer state; two candidates (a model and
+its moving average) are a question to the user, never a guess. :func:`strip_prefixes` removes what
+``torch.compile``, DDP and FSDP put into names, for any format. Reads no files; knows no model family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from convert.adapters import refuse_adapters
+from convert.errors import FormatError, Problem, UsageError
+from convert.formats.placeholders import TENSOR_MAKERS, ElementType, Placeholder, StorageRef
+from convert.formats.spec import TensorSpec
+
+#: Path parts that wrappers of modules insert: torch.compile, DDP and DataParallel, FSDP, checkpointing.
+WRAPPER_PARTS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+#: What ``peft`` puts in front of every name; harmless once the adapter is merged.
+_PEFT_PREFIX = "base_model.model."
+#: Beginnings of the keys under which trainers keep what is no model.
+_NOT_MODELS = (
+    "optim",
+    "lr_sched",
+    "scheduler",
+    "sched",
+    "scaler",
+    "grad_scaler",
+    "rng",
+    "cuda_rng",
+    "callbacks",
+    "loops",
+)
+#: Where trainers keep the model's config, the likeliest first.
+_CONFIG_KEYS = ("model_args", "model_config", "config", "cfg", "hyper_parameters", "hparams", "args", "params")
+_MAX_DEPTH = 6
+_MAX_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Unwrapped:
+    """A model's tensors, and what lay around them.
+
+    Attributes:
+        tensors: By cleaned name, in the order of the file; each spec carries that name.
+        config: A plain dict of numbers, texts, lists and dicts, or None.
+        stripped: What was removed from names (``"_orig_mod. (291 names)"``).
+        others: What else the file holds and is not converted.
+        key: The dotted key under which the tensors were found; empty at the top.
+        notes: ``stripped`` and ``others`` as sentences, for ``inspect``.
+    """
+
+    tensors: dict[str, TensorSpec]
+    config: dict[str, Any] | None
+    stripped: list[str]
+    others: list[str]
+    key: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def unwrap(tree: Any, key: str | None = None, *, file: Path | None = None, drop_prefix: str | None = None) -> Unwrapped:
+    """Pick the model's state dict out of a torch file's tree.
+
+    Args:
+        tree: ``Container.metadata["tree"]`` of :func:`convert.formats.torch_zip.read`.
+        key: Which dict to take (``model``, ``a.b``); None finds it.
+        file: For error messages.
+        drop_prefix: A first part such as ``"model."`` or ``"net."`` to remove; only if every name has it.
+            Never removed unasked: Hugging Face's own names begin with ``model.``.
+
+    Raises:
+        UsageError: No such key, or several candidates (they are listed).
+        FormatError: A pickled module instead of a state dict, no tensors at all, adapters that are not merged,
+            tensors of unreadable kinds, or names that collide after stripping.
+    """
+    where = str(file) if file is not None else None
+    chosen = key if key is not None else _find(tree, where)
+    chain = _follow(tree, chosen, where)
+    state = _mapping(chain[-1])
+    if state is None or not any(isinstance(value, TensorSpec) for value in state.values()):
+        raise _no_tensors(tree, chosen, chain[-1], where)
+    found = {name: value for name, value in state.items() if isinstance(value, TensorSpec) and isinstance(name, str)}
+    _refuse_unreadable(state, where)
+    refuse_adapters(found, file=file)
+    names, stripped = strip_prefixes(found, file=file)
+    if drop_prefix and all(name.startswith(drop_prefix) and len(name) > len(drop_prefix) for name in names.values()):
+        names = {old: name[len(drop_prefix) :] for old, name in names.items()}
+        stripped.append(f"{drop_prefix} ({len(names)} names)")
+    others = _others(chain[:-1], chosen, state)
+    notes = [f"the model was found under the key {chosen!r}"] if chosen else []
+    notes += [f"stripped from names: {item}" for item in stripped]
+    notes += [f"not converted: {item}" for item in others]
+    tensors = {names[old]: replace(spec, name=names[old]) for old, spec in found.items()}
+    return Unwrapped(tensors, _config(chain[:-1]), stripped, others, chosen, notes)
+
+
+def strip_prefixes(names: Iterable[str], *, file: Path | None = None) -> tuple[dict[str, str], list[str]]:
+    """Remove what wrappers of modules put into names, wherever it is a part of the path.
+
+    Args:
+        names: Tensor names.
+        file: For error messages.
+
+    Returns:
+        ``(mapping, stripped)``: every name to its cleaned form, in order; and one line per removed part with
+        the number of names that had it.
+
+    Raises:
+        FormatError: Two names become one.
+    """
+    old = list(names)
+    counts: dict[str, int] = {}
+    mapping: dict[str, str] = {}
+    for name in old:
+        mapping[name] = name
+        parts = name.split(".")
+        if WRAPPER_PARTS.isdisjoint(parts[:-1]):
+            continue
+        kept = [part for part in parts[:-1] if part not in WRAPPER_PARTS]
+        for part in WRAPPER_PARTS.intersection(parts[:-1]):
+            counts[part] = counts.get(part, 0) + 1
+        mapping[name] = ".".join([*kept, parts[-1]])
+    if old and all(name.startswith(_PEFT_PREFIX) for name in mapping.values()):
+        mapping = {name: clean[len(_PEFT_PREFIX) :] for name, clean in mapping.items()}
+        counts[_PEFT_PREFIX.rstrip(".")] = len(old)
+    _refuse_collisions(mapping, file)
+    return mapping, [f"{part}. ({count} names)" for part, count in sorted(counts.items())]
+
+
+def candidates(tree: Any) -> dict[str, dict[Any, Any]]:
+    """Every dict that looks like a model's state dict, by dotted key, optimizers left out."""
+    found: dict[str, dict[Any, Any]] = {}
+    _collect(tree, "", 0, found, set())
+    return found
+
+
+def _collect(value: Any, path: str, depth: int, found: dict[str, dict[Any, Any]], seen: set[int]) -> bool:
+    """Collect candidates at and below ``value``; whether there was one. Cycles and depth are bounded."""
+    if depth > _MAX_DEPTH or id(value) in seen:
+        return False
+    items = _mapping(value)
+    if items is None and isinstance(value, list) and len(value) <= 64:
+        items = dict(enumerate(value))
+    if items is None or "param_groups" in items:
+        return False
+    seen.add(id(value))
+    direct = [name for name, leaf in items.items() if isinstance(leaf, TensorSpec) and isinstance(name, str)]
+    if any("." in name for name in direct):
+        found[path] = items
+        return True
+    below = False
+    for name, child in items.items():
+        if isinstance(child, dict | list | Placeholder) and not str(name).lower().startswith(_NOT_MODELS):
+            below |= _collect(child, f"{path}.{name}" if path else str(name), depth + 1, found, seen)
+    if not below and direct:
+        found[path] = items
+    return below or bool(direct)
+
+
+def _mapping(value: Any) -> dict[Any, Any] | None:
+    """A dict, or what an unread subclass of dict holds."""
+    if isinstance(value, Placeholder):
+        value = value.items
+    return value if isinstance(value, dict) else None
+
+
+def _find(tree: Any, where: str | None) -> str:
+    found = candidates(tree)
+    if len(found) == 1:
+        return next(iter(found))
+    if not found:
+        raise _no_tensors(tree, "", tree, where)
+    raise UsageError(
+        Problem(
+            "ambiguous",
+            f"The checkpoint holds {len(found)} state dicts: {_listed(found)}.",
+            file=where,
+            found=list(found),
+            wanted="one",
+            hint=f"Say which one with --key, for example --key {next(iter(found))}.",
+        )
+    )
+
+
+def _listed(found: dict[str, dict[Any, Any]]) -> str:
+    lines = []
+    for path, items in list(found.items())[:_MAX_LISTED]:
+        specs = [leaf for leaf in items.values() if isinstance(leaf, TensorSpec)]
+        lines.append(f"{path or '(top)'} ({len(specs)} tensors, {sum(spec.nbytes for spec in specs):,} bytes)")
+    return ", ".join(lines) + (f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else "")
+
+
+def _follow(tree: Any, key: str, where: str | None) -> list[Any]:
+    """The objects from the top to the one at a dotted key; a part may itself contain dots."""
+    chain, rest = [tree], key
+    while rest:
+        value = chain[-1]
+        items = _mapping(value)
+        if items is None and isinstance(value, list):
+            items = {str(index): child for index, child in enumerate(value[:64])}
+        parts = rest.split(".")
+        for count in range(len(parts), 0, -1):
+            head = ".".join(parts[:count])
+            if items is not None and head in items:
+                chain.append(items[head])
+                rest = ".".join(parts[count:])
+                break
+        else:
+            here = [str(name) for name in items][:_MAX_LISTED] if items else []
+            found = candidates(tree)
+            raise UsageError(
+                Problem(
+                    "key",
+                    f"The checkpoint has nothing under the key {key!r}.",
+                    file=where,
+                    found=here,
+                    wanted=key,
+                    hint=f"It holds: {_listed(found)}." if found else "It holds no state dict.",
+                )
+            )
+    return chain
+
+
+def _no_tensors(tree: Any, key: str, value: Any, where: str | None) -> FormatError:
+    """Why there is no state dict: a whole pickled module, only an optimizer, or nothing."""
+    module = next(_modules(value if key else tree), None)
+    at = f" under {key!r}" if key else ""
+    if module is not None:
+        return FormatError(
+            Problem(
+                "whole_model",
+                f"The file holds a whole pickled Python object ({module.name}){at}, not a state dict; "
+                "reading it would mean executing its code, which is never done.",
+                file=where,
+                found=module.name,
+                wanted="a dict of tensors",
+                hint="Where its class is importable, save the weights alone: torch.save(model.state_dict(), path).",
+            )
+        )
+    items = _mapping(value)
+    keys = [str(name)[:60] for name in items][:_MAX_LISTED] if items else []
+    what = f"it holds {', '.join(map(repr, keys))}" if keys else f"it holds a {type(value).__name__}"
+    return FormatError(
+        Problem(
+            "no_tensors",
+            f"There is no state dict in the file{at}: {what}.",
+            file=where,
+            found=keys or type(value).__name__,
+            wanted="a dict of tensors",
+            hint="An optimizer or scheduler file holds no model; give the file that does.",
+        )
+    )
+
+
+def _modules(value: Any) -> Iterator[Placeholder]:
+    """Unread objects that have parameters or submodules, at the top or one or two levels below."""
+    level, seen = [value], 0
+    for _ in range(3):
+        below: list[Any] = []
+        for item in level:
+            if (
+                isinstance(item, Placeholder)
+                and item.fields
+                and not {"_parameters", "_modules"}.isdisjoint(item.fields)
+            ):
+                yield item
+            elif (items := _mapping(item)) is not None:
+                below += items.values()
+            seen += 1
+            if seen > 10_000:
+                return
+        level = below
+    if isinstance(value, Placeholder) and value.called:
+        yield value
+
+
+def _refuse_unreadable(state: dict[Any, Any], where: str | None) -> None:
+    problems = [
+        Problem(
+            "unreadable_tensor",
+            f"{name!r} is a tensor of a kind that cannot be read: {leaf.name}.",
+            tensor=str(name),
+            file=where,
+            found=leaf.name,
+            wanted="a dense tensor of a plain type",
+            hint="Turn it into a dense tensor in torch (dequantize(), to_dense(), full_tensor(), resolve_conj()) "
+            "and save again.",
+        )
+        for name, leaf in state.items()
+        if isinstance(leaf, Placeholder) and leaf.called and leaf.name.startswith(TENSOR_MAKERS)
+    ]
+    if problems:
+        raise FormatError(problems)
+
+
+def _refuse_collisions(mapping: dict[str, str], file: Path | None) -> None:
+    first: dict[str, str] = {}
+    problems = []
+    for old, new in mapping.items():
+        if first.setdefault(new, old) != old:
+            problems.append(
+                Problem(
+                    "collision",
+                    f"{first[new]!r} and {old!r} are both {new!r} once the wrappers' prefixes are removed.",
+                    tensor=old,
+                    file=str(file) if file is not None else None,
+                    found=[first[new], old],
+                    wanted="one tensor",
+                    hint="Save the state dict of one model alone.",
+                )
+            )
+    if problems:
+        raise FormatError(problems)
+
+
+def _others(around: list[Any], key: str, state: dict[Any, Any]) -> list[str]:
+    """What lies beside the state dict on the way to it, and in it without being a tensor."""
+    inner = [
+        f"{str(name)[:80]} ({_describe(leaf)}) in the state dict"
+        for name, leaf in state.items()
+        if not isinstance(leaf, TensorSpec) or not isinstance(name, str)
+    ]
+    outer = [
+        f"{str(name)[:80]} ({_describe(leaf)})"
+        for value in around
+        for name, leaf in (_mapping(value) or {}).items()
+        if key != str(name) and not key.startswith(f"{name}.")
+    ]
+    listed = inner + outer
+    return listed if len(listed) <= 50 else [*listed[:50], f"{len(listed) - 50} more"]
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, TensorSpec):
+        return f"tensor {list(leaf.shape)}"
+    if isinstance(leaf, bool | int | float) or leaf is None:
+        return f"{leaf!r}"[:40] if not isinstance(leaf, int) or abs(leaf) < 1 << 64 else "a large number"
+    if isinstance(leaf, str):
+        return repr(leaf[:40])
+    if isinstance(leaf, Placeholder):
+        return f"object {leaf.name}"
+    if isinstance(leaf, dict | list | tuple):
+        return f"{type(leaf).__name__} of {len(leaf)}"
+    return type(leaf).__name__
+
+
+def _config(around: list[Any]) -> dict[str, Any] | None:
+    """The model's config from the dicts around the state dict, the innermost first."""
+    for value in reversed(around):
+        items = _mapping(value) or {}
+        for name in _CONFIG_KEYS:
+            fields = (
+                items[name].fields or items[name].items if isinstance(items.get(name), Placeholder) else items.get(name)
+            )
+            if isinstance(fields, dict) and fields:
+                plain = _plain(fields, 0, [5_000])
+                if isinstance(plain, dict) and plain:
+                    return plain
+    return None
+
+
+def _plain(value: Any, depth: int, budget: list[int]) -> Any:
+    """Numbers, texts, lists and dicts of ``value``; anything else becomes its name. Bounded."""
+    budget[0] -= 1
+    if depth > _MAX_DEPTH or budget[0] < 0:
+        return "…"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, ElementType):
+        return f"torch.{value.name}"
+    if isinstance(value, Placeholder):
+        inner = value.fields or value.items
+        return _plain(inner, depth + 1, budget) if inner else value.name
+    if isinstance(value, dict):
+        return {
+            name: _plain(child, depth + 1, budget)
+            for name, child in value.items()
+            if isinstance(name, str) and not isinstance(child, TensorSpec | StorageRef) and budget[0] > 0
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(child, depth + 1, budget) for child in value[: max(budget[0], 0)]]
+    return type(value).__name__
