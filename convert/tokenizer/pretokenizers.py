@@ -244,7 +244,8 @@ def recognise(
         return None
     fitting = [r for r in PRETOKENIZERS if _normal_steps(r) == steps and r.ignore_merges == ignore_merges]
     same_form = [row for row in fitting if row.normalizer == normalizer]
-    return (same_form or fitting or [None])[0]
+    best = same_form or fitting
+    return best[0] if best else None
 
 
 def _normal_steps(row: Pretokenizer) -> tuple[Step, ...]:
