@@ -338,7 +338,7 @@ def test_what_places_depend_on_is_not_edited(model: Path) -> None:
     for changes in ({"general.alignment": U32(64)}, {"split.count": U16(2)}):
         with pytest.raises(UsageError, match="cannot be changed"):
             set_metadata(model, changes)
-    with pytest.raises(ConvertError, match="'a.u32'"):
+    with pytest.raises(ConvertError, match=r"'a\.u32'"):
         set_metadata(model, {"a.u32": U32(-1)})
     assert model.read_bytes() == before
 
@@ -369,5 +369,5 @@ def test_values_from_a_command_line(text: str, like: str | None, value: Value) -
 
 @pytest.mark.parametrize(("text", "like"), [("x", "u32"), ("yes", "bool"), ("arr:foo:1", None), ("u8:300x", None)])
 def test_text_that_does_not_fit_is_refused(text: str, like: str | None) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError):
         infer(text, like=like)
