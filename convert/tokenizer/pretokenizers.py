@@ -183,7 +183,7 @@ def steps_of(tree: Mapping[str, Any] | None) -> tuple[Step, ...] | None:
     """
     steps: list[Step] = []
     ends_in_bytes = False
-    for node in _flatten(tree):
+    for node in flatten(tree):
         kind = node.get("type")
         if kind == "ByteLevel":
             if node.get("add_prefix_space"):
@@ -200,11 +200,12 @@ def steps_of(tree: Mapping[str, Any] | None) -> tuple[Step, ...] | None:
     return tuple(steps) if ends_in_bytes else None
 
 
-def _flatten(tree: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def flatten(tree: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The steps of a ``pre_tokenizer`` section in order, nested sequences resolved."""
     if not tree:
         return []
     if tree.get("type") == "Sequence":
-        return [leaf for node in tree.get("pretokenizers", []) for leaf in _flatten(node)]
+        return [leaf for node in tree.get("pretokenizers", []) for leaf in flatten(node)]
     return [tree]
 
 

@@ -1,0 +1,103 @@
+"""The files beside a tokenizer: ``tokenizer_config.json``, ``special_tokens_map.json``, chat templates.
+
+They say which tokens play a role, whether bos and eos are added, and how a chat is written. They never decide
+how text becomes ids, except through the tokens they add.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convert.errors import ConvertError, Problem
+from convert.tokenizer.hf_files import AddedToken
+from convert.tokenizer.tokenizer import ROLES, SENTENCEPIECE, Tokenizer
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+TEMPLATE, TEMPLATE_JSON, TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or an empty one when there is no such file.
+
+    Raises:
+        ConvertError: The file is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConvertError(
+            Problem("json", f"{path.name} is not JSON: {error}.", file=str(path), hint="Fetch the file again.")
+        ) from error
+    if not isinstance(value, dict):
+        raise ConvertError(
+            Problem("json", f"{path.name} holds a {type(value).__name__}.", file=str(path), wanted="an object")
+        )
+    return value
+
+
+def apply(tokenizer: Tokenizer, folder: Path) -> None:
+    """Complete ``tokenizer`` with what the files in ``folder`` say."""
+    config = read_json(folder / CONFIG)
+    _added(tokenizer, config, read_json(folder / ADDED))
+    for source in (read_json(folder / MAP), config):
+        for role in ROLES:
+            text = _text(source.get(f"{role}_token"))
+            index = None if text is None else tokenizer.id_of(text)
+            if index is not None:
+                tokenizer.special[role] = index
+    if isinstance(config.get("add_bos_token"), bool):
+        tokenizer.add_bos = config["add_bos_token"]
+    if isinstance(config.get("add_eos_token"), bool):
+        tokenizer.add_eos = config["add_eos_token"]
+    length = config.get("model_max_length")
+    if isinstance(length, int) and length < 1 << 40:  # transformers writes 1e30 for "no limit"
+        tokenizer.max_length = length
+    tokenizer.chat_templates = chat_templates(folder, config)
+    stripping = [token.content for token in tokenizer.added if token.lstrip or token.rstrip]
+    if stripping:
+        tokenizer.notes.append(
+            f"{len(stripping)} added tokens take white space beside them ({stripping[0]!r}); a GGUF file cannot say so."
+        )
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _added(tokenizer: Tokenizer, config: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    """Tokens that only these files know (a SentencePiece model does not hold what was added later)."""
+    known = {token.id for token in tokenizer.added}
+    extra: dict[int, AddedToken] = {}
+    for content, index in plain.items():
+        extra[int(index)] = AddedToken(int(index), content, False)
+    for index, entry in (config.get("added_tokens_decoder") or {}).items():
+        flags = {key: bool(entry.get(key)) for key in ("special", "normalized", "lstrip", "rstrip", "single_word")}
+        extra[int(index)] = AddedToken(int(index), entry["content"], **flags)
+    if tokenizer.scores is None or tokenizer.kind != SENTENCEPIECE:
+        extra = {index: token for index, token in extra.items() if index not in known}
+    tokenizer.add(extra.values())
+
+
+def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Every chat template of a folder, from all its homes; the file wins over the config, as in transformers."""
+    out: dict[str, str] = {}
+    old = read_json(folder / TEMPLATE_JSON).get("chat_template")
+    for value in (old, config.get("chat_template")):
+        if isinstance(value, str):
+            out["default"] = value
+        elif isinstance(value, list):
+            out |= {entry["name"]: entry["template"] for entry in value}
+        elif isinstance(value, Mapping):
+            out |= {str(name): str(source) for name, source in value.items()}
+    if (folder / TEMPLATE).is_file():
+        out["default"] = (folder / TEMPLATE).read_bytes().decode()
+    for path in sorted((folder / TEMPLATES).glob("*.jinja")):
+        out[path.stem] = path.read_bytes().decode()
+    return out
