@@ -207,6 +207,10 @@ class _Machine(StackMachine):
             return self.call(args[0], args[2])
         if func is names.ENCODE:
             return Placeholder("bytes", called=True, args=args)
+        if func is names.RECONSTRUCT and len(args) == 3 and isinstance(args[0], Placeholder):
+            made = self.unread(args[0].name, args)  # an object of protocols 0 and 1: class, base, base's value
+            made.items = args[2] if type(args[2]) in (dict, list) else None
+            return made
         if isinstance(func, Placeholder | Known):
             return self.unread(func.name, args)
         if isinstance(func, StorageType | ElementType):

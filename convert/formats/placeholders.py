@@ -93,6 +93,7 @@ DEVICE = Known("torch.device")
 DICT = Known("collections.OrderedDict")
 SET = Known("builtins.set")
 ENCODE = Known("_codecs.encode")
+RECONSTRUCT = Known("copyreg._reconstructor")
 
 #: Element types as torch names them, with ours.
 TORCH_TYPES = {
@@ -176,6 +177,8 @@ KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): DICT,
     ("collections", "defaultdict"): DICT,
     ("_codecs", "encode"): ENCODE,
+    ("copyreg", "_reconstructor"): RECONSTRUCT,
+    ("copy_reg", "_reconstructor"): RECONSTRUCT,
     **{(module, name): SET for module in ("builtins", "__builtin__") for name in ("set", "frozenset")},
     **{
         (module, name): StorageType(name, dtype)
