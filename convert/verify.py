@@ -9,6 +9,7 @@ verdict is *weak*. This module converts nothing and prints nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,8 +99,8 @@ class VerifyResult:
             **self.distance.as_json(),
             "first_diff_position": self.first_diff_position,
             "control": control,
-            "tolerance": self.tolerance,
-            "noise": self.noise,
+            "tolerance": self.tolerance if math.isfinite(self.tolerance) else None,
+            "noise": self.noise if math.isfinite(self.noise) else None,
             "dtype": self.dtype,
             "n_tokens": self.n_tokens,
             "message": self.message,
@@ -244,8 +245,16 @@ class _Run:
         nmse, worst, max_abs = self._limits()
         return distance.finite and distance.nmse <= nmse and distance.worst <= worst and distance.max_abs <= max_abs
 
+    def _first_difference(self, distance: Distance, tolerance: float) -> int | None:
+        """The first position beyond the tolerance, and beyond what rounding does at that very position."""
+        for position, found in enumerate(distance.by_position):
+            noise = max(n.by_position[position] for n in self.noises)
+            if not found <= max(tolerance, MARGIN * noise):
+                return position
+        return None
+
     def _judge(self, distance: Distance, controls: list[tuple[Control, Distance]], floor: Distance) -> VerifyResult:
-        tolerance, worst, _ = self._limits()
+        tolerance = self._limits()[0]
         least = min(controls, key=lambda c: c[1].nmse, default=None)
         bar = FAR * max(tolerance, MARGIN * floor.nmse, distance.nmse)
         seen = least is not None and least[1].nmse >= bar and least[1].kl_mean >= ALIVE
@@ -253,9 +262,7 @@ class _Run:
         first = None
         if not self._within(distance):
             verdict = "fail"
-            first = distance.first_diff_position(worst)
-            if first is None:
-                first = distance.first_diff_position(tolerance)
+            first = self._first_difference(distance, tolerance)
             message, hints = self._explain_fail(distance, first, tolerance)
         elif seen and n_tokens >= FEW_TOKENS:
             verdict = "pass"

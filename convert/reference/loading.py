@@ -66,7 +66,7 @@ def load_reference(ckpt: Opened, *, device: torch.device | str = "cpu", dtype: t
     names = {name for name, _ in pairs}
     module = reference_for(ckpt.table.reference)
     # A head that is stored runs as stored, even where the checkpoint calls it tied.
-    tied = ckpt.tied and "out_head.weight" not in names
+    tied = "out_head.weight" not in names and ckpt.tied
     model: Any = module.build(ckpt.config, pairing=ckpt.pairing, tied=tied, names=names, device="meta")
     fill(model, pairs, device=device, dtype=dtype)
     return model.eval()

@@ -55,15 +55,16 @@ def model_of(state: Tensors, config: dict[str, Any], *, pairing: str = "half") -
     return model.eval()
 
 
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
 class TensorSource(Source):
     """A tensor in memory as the engine's lazy source: raw storage values, in blocks of rows."""
-
-    _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
     def __init__(self, tensor: torch.Tensor, *, align: int = 1) -> None:
         self.tensor = tensor.contiguous()
         self.shape = tuple(tensor.shape)
-        self.dtype = self._NAMES[tensor.dtype]
+        self.dtype = _NAMES[tensor.dtype]
         self.align = align
         self.reads: list[tuple[int, int]] = []
 

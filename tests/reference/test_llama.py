@@ -237,7 +237,7 @@ def test_sampling_keeps_to_its_limits_and_its_seed():
     assert draw(temperature=1.0, top_p=0.6) == {1}  # 0.636 of the mass
     assert draw(temperature=1.0, top_p=0.7) == {1, 2}
     assert draw(temperature=1.0, top_p=0.0) == {1}
-    shape, state, config = _make("std")
+    _, state, config = _make("std")
     model = model_of(state, config)
     runs = [
         list(generate(model, [3], max_new_tokens=20, temperature=1.0, generator=torch.Generator().manual_seed(s)))
@@ -247,7 +247,7 @@ def test_sampling_keeps_to_its_limits_and_its_seed():
 
 
 def test_bad_prompts_are_told():
-    shape, state, config = _make("std")
+    _, state, config = _make("std")
     model = model_of(state, config)
     with pytest.raises(UsageError, match="empty"):
         generate(model, [], max_new_tokens=1)
