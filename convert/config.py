@@ -94,11 +94,14 @@ def _renamed(table: MappingTable, layout: str, raw: Mapping[str, Any]) -> Config
     hub: Config = {}
     arch = table.gguf_arch or ""
     for row in table.config.values():
-        if layout not in row.names:
-            continue
-        value = raw.get(row.names[layout].replace("{arch}", arch))
+        # What the book's dict has no word for is kept under the hub's own.
+        name = row.names.get(layout, row.key if layout == "scratch" else None)
+        value = raw.get(name.replace("{arch}", arch)) if name else None
         if value is not None:
             hub[row.key] = value
+    for key in table.presence:
+        if layout == "scratch" and key in raw:
+            hub[key] = raw[key]
     return hub
 
 

@@ -32,7 +32,7 @@ _TOP_KEYS = frozenset(
     "family title model_types architectures gguf_arch reference layouts extends dims config defaults presence prefix "
     "convention top block fused ignore refuse classes sizes template".split()
 )
-_ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", *LAYOUTS})
+_ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", "parallel", *LAYOUTS})
 _LISTS = ("fused", "ignore", "refuse")
 _MAX_EXTENDS = 2
 
@@ -49,6 +49,7 @@ class TensorRow:
         rope: Number of heads whose rotary pairs the rows are, or None.
         role: What ``inspect`` counts it under; derived from the path if not stated.
         tied_to: The row whose values this one shares in a tied model.
+        parallel: The axis that Meta's model-parallel files split, or None for a tensor that each holds whole.
     """
 
     id: str
@@ -58,6 +59,7 @@ class TensorRow:
     rope: Expr | None = None
     role: str = ""
     tied_to: str | None = None
+    parallel: Expr | None = None
 
     @property
     def in_block(self) -> bool:
@@ -102,10 +104,10 @@ class Ignore:
     check: str | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is meant; a leading ``*.`` stands for any number of path parts."""
+        """Whether ``name`` is meant; a leading ``*.`` stands for any number of path parts, also none."""
         pattern, parts = self.name.split("."), name.split(".")
-        if pattern[0] == "*" and len(parts) >= len(pattern):
-            parts = ["", *parts[len(parts) - len(pattern) + 1 :]]
+        if pattern[0] == "*":
+            pattern, parts = pattern[1:], parts[-len(pattern) + 1 :]
         return len(pattern) == len(parts) and all(p in ("*", q) for p, q in zip(pattern, parts, strict=True))
 
 
@@ -295,6 +297,7 @@ def _walk(tree: Mapping[str, Any], path: tuple[str, ...], when: tuple[Expr, ...]
             rope=Expr(value["rope"], where) if value.get("rope") else None,
             role=value.get("role") or _role((*path, key)),
             tied_to=value.get("tied_to"),
+            parallel=Expr(value["parallel"], where) if "parallel" in value else None,
         )
 
 

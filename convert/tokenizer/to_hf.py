@@ -81,19 +81,22 @@ def _replace(old: str, new: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": old}, "content": new}
 
 
-def _sequence(kind: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    key = {"normalizers": "normalizers", "decoders": "decoders"}[kind]
-    return {"type": "Sequence", key: steps}
+def _normalizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """SentencePiece's normalisation: its table, its treatment of spaces, and ``▁`` for a space.
 
-
-def _normalizer(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    Each stretch of text between special tokens gets one space in front, as in SentencePiece and llama.cpp; a
+    ``Metaspace`` step would leave it out where the text begins with a space.
+    """
     steps: list[dict[str, Any]] = []
     if tokenizer.charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(tokenizer.charsmap).decode()})
     if tokenizer.merge_spaces:
         steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    return steps
+    if tokenizer.space_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append(_replace(" ", SPACE))
+    return {"type": "Sequence", "normalizers": steps}
 
 
 def merges_of(tokenizer: Tokenizer) -> list[tuple[str, str]]:
@@ -110,12 +113,7 @@ def merges_of(tokenizer: Tokenizer) -> list[tuple[str, str]]:
 
 
 def _sentencepiece(tokenizer: Tokenizer) -> TokenizerFiles:
-    """Spaces become ``▁``; each stretch of text between special tokens gets one in front (as llama.cpp does it)."""
     unknown = tokenizer.special.get("unk")
-    normalizers = _normalizer(tokenizer)
-    if tokenizer.space_prefix:
-        normalizers.append({"type": "Prepend", "prepend": SPACE})
-    normalizers.append(_replace(" ", SPACE))
     decoders = [_replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if tokenizer.space_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
@@ -128,8 +126,8 @@ def _sentencepiece(tokenizer: Tokenizer) -> TokenizerFiles:
             byte_fallback=tokenizer.byte_fallback,
         ),
         added_tokens=tokenizer.added,
-        normalizer=_sequence("normalizers", normalizers),
-        decoder=_sequence("decoders", decoders),
+        normalizer=_normalizer(tokenizer),
+        decoder={"type": "Sequence", "decoders": decoders},
         add_bos=tokenizer.add_bos is not False,
     )
 
@@ -142,7 +140,6 @@ def _unigram(tokenizer: Tokenizer) -> TokenizerFiles:
         "prepend_scheme": "always" if tokenizer.space_prefix else "never",
         "split": True,
     }
-    normalizers = _normalizer(tokenizer)
     return TokenizerFiles(
         model={
             "type": "Unigram",
@@ -151,8 +148,7 @@ def _unigram(tokenizer: Tokenizer) -> TokenizerFiles:
             "byte_fallback": tokenizer.byte_fallback,
         },
         added_tokens=tokenizer.added,
-        normalizer=_sequence("normalizers", normalizers) if normalizers else None,
-        pre_tokenizer=metaspace,
+        normalizer=_normalizer(tokenizer),
         decoder=metaspace,
         add_bos=bool(tokenizer.add_bos),
     )

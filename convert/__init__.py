@@ -1,0 +1,56 @@
+"""Checkpoint conversion between Meta, Hugging Face, from-scratch and GGUF layouts, in bounded memory, verified.
+
+The public API; everything is imported on first use, so that ``import convert`` costs nothing and torch is loaded only
+by what runs a model.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "open_checkpoint": "convert.checkpoint",
+    "Checkpoint": "convert.checkpoint",
+    "convert_checkpoint": "convert.conversion",
+    "plan_conversion": "convert.conversion",
+    "inspect": "convert.inspect",
+    "validate": "convert.validate",
+    "verify": "convert.verify",
+    "load_into": "convert.modules",
+    "save_model": "convert.saving",
+    "no_init": "convert.no_init",
+    "load_scratch_config": "convert.scratch_config",
+    "ConvertError": "convert.errors",
+    "UsageError": "convert.errors",
+    "Problem": "convert.errors",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+if TYPE_CHECKING:
+    from convert.checkpoint import Checkpoint, open_checkpoint
+    from convert.conversion import convert_checkpoint, plan_conversion
+    from convert.errors import ConvertError, Problem, UsageError
+    from convert.inspect import inspect
+    from convert.modules import load_into
+    from convert.no_init import no_init
+    from convert.saving import save_model
+    from convert.scratch_config import load_scratch_config
+    from convert.validate import validate
+    from convert.verify import verify
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'convert' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    # A function may share its module's name (convert.verify); the function is what users want.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

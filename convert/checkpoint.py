@@ -1,0 +1,397 @@
+"""An opened checkpoint: headers, config, layout and family. Nothing but headers is read on opening.
+
+:func:`open_checkpoint` is the one way in, for every layout and format. Matching the tensors with the family's table
+is :mod:`convert.match`; this module decides what the source *is*.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convert import config as configs
+from convert import shapes
+from convert.detect import detect
+from convert.errors import ConvertError, Problem, UsageError
+from convert.formats.spec import Container, TensorSpec
+from convert.layout import Dims
+from convert.locate import Found, audit_index, locate
+from convert.names import load_names
+from convert.source import FilePool, Source
+from convert.table import MappingTable, families, load_table
+
+if TYPE_CHECKING:
+    from convert.match import Match
+
+
+@dataclass(slots=True)
+class Options:
+    """What a user can say about a source that its files do not (the ``--family`` … options).
+
+    Attributes:
+        layout: Layout of the names.
+        family: Family of the model.
+        names: A names file, or the name of a ready-made one.
+        config: A config file of any spelling.
+        size: A published size that fills a missing config.
+        key: Which dict of a training checkpoint.
+        qk_layout: ``"meta"`` or ``"hf"``: the order Q and K really are in, whatever the names say.
+        tie: ``"share"`` accepts a missing head as tied; ``"copy"`` keeps an equal head as a tensor of its own.
+        context: Maximum positions, where the source does not say.
+    """
+
+    layout: str | None = None
+    family: str | None = None
+    names: str | Path | None = None
+    config: str | Path | None = None
+    size: str | None = None
+    key: str | None = None
+    qk_layout: str | None = None
+    tie: str | None = None
+    context: int | None = None
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint, opened.
+
+    Attributes:
+        path: What was opened.
+        format: ``safetensors``, ``torch`` or ``gguf``.
+        layout: ``hf``, ``meta``, ``scratch`` or ``gguf``.
+        table: The family's table.
+        config: The hub config: ``config.json`` names, RoPE in one form.
+        raw_config: The config as its file holds it.
+        tensors: Tensor name → its parts (one, or one per model-parallel file).
+        files: All weight files.
+        record: What an earlier conversion wrote beside the weights.
+        notes: Everything assumed, stripped or left alone.
+        pairing: The order of rotary rows in Q and K as stored: ``half`` or ``interleaved``.
+    """
+
+    path: Path
+    format: str
+    layout: str
+    table: MappingTable
+    config: dict[str, Any]
+    raw_config: dict[str, Any]
+    tensors: dict[str, list[TensorSpec]]
+    files: list[Path]
+    folder: Path
+    record: dict[str, Any]
+    pairing: str
+    options: Options
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    pool: FilePool = field(default_factory=FilePool)
+
+    @property
+    def family(self) -> str:
+        """The family's name."""
+        return self.table.family
+
+    @property
+    def dtype(self) -> str:
+        """The type that most bytes of the weights have."""
+        return _common_type(self.tensors)
+
+    @cached_property
+    def dims(self) -> Dims:
+        """The table's dims for this config."""
+        return Dims(self.table, self.config)
+
+    @cached_property
+    def match(self) -> Match:
+        """The tensors matched with the table."""
+        from convert.match import match
+
+        return match(self)
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding are one, from the tensors (reads both where headers do not tell)."""
+        return self.match.tied(sampled=False)
+
+    def reference_tensors(self) -> Iterator[tuple[str, Source]]:
+        """Every tensor as stored, under the name that the reference model has for it."""
+        return self.match.reference_tensors()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.pool.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path.name!r}: {self.family}, {self.layout} layout, {self.format}, {len(self.tensors)} tensors>"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: what ``convert inspect`` says."""
+        from convert.inspect import inspect
+
+        found = inspect(self)
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(k)}</th><td style='text-align:left'>{html.escape(v)}</td></tr>"
+            for k, v in found.lines()
+        )
+        return f"<table><caption>{html.escape(self.path.name)}</caption>{rows}</table>"
+
+
+def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
+    """Open a checkpoint of any layout and format; reads headers only.
+
+    Args:
+        src: A folder or a file.
+        **options: The fields of :class:`Options`.
+
+    Raises:
+        UsageError: There is nothing, or an option does not fit.
+        ConvertError: It is no checkpoint of a known family, or is damaged; all problems at once.
+    """
+    chosen = Options(**options)
+    path = Path(src)
+    found = locate(path)
+    containers = [_read(p, found.format) for p in found.files]
+    notes = [*found.notes, *(n for c in containers for n in c.notes)]
+    wrapped: dict[str, Any] = {}
+    if found.format == "torch":
+        for container in containers:
+            wrapped = _unwrap(container, chosen.key, notes) or wrapped
+    problems = audit_index(found, {c.files[0]: c.tensors for c in containers}) if found.weight_map else []
+    tensors = _gather(containers)
+    if not tensors:
+        raise ConvertError(Problem("empty", f"{path} holds no tensors.", file=str(path), hint="Is this the right file?"))
+    if found.format == "safetensors":
+        tensors = _strip(tensors, notes)
+    raw, config_layout = _config(found, containers, chosen, wrapped)
+    table = load_names(chosen.names) if chosen.names else None
+    if table is not None and chosen.family and chosen.family != table.family:
+        raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
+    tensors = _hf_prefix(tensors, notes)
+    table, layout = detect(
+        tensors,
+        raw or None,
+        format=found.format,
+        family=chosen.family or ((raw or {}).get("family") if config_layout == "scratch" else None),
+        layout=chosen.layout or ("scratch" if chosen.names else None),
+        table=table,
+    )
+    record = _record(found)
+    config, raw = _hub(table, layout, raw, config_layout, chosen, record, tensors, containers, notes)
+    pairing = {"meta": "interleaved", "hf": "half"}.get(chosen.qk_layout or "", table.convention_of(layout, "rope"))
+    if chosen.qk_layout:
+        notes.append(f"Q and K are taken to be in {pairing} order, as --qk-layout {chosen.qk_layout} says")
+    return Checkpoint(
+        path=path,
+        format=found.format,
+        layout=layout,
+        table=table,
+        config=config,
+        raw_config=raw,
+        tensors=tensors,
+        files=[f for c in containers for f in c.files],
+        folder=found.folder,
+        record=record,
+        pairing=pairing,
+        options=chosen,
+        metadata=containers[0].metadata if found.format != "torch" else {},
+        notes=notes,
+        problems=problems,
+    )
+
+
+def _read(path: Path, format: str) -> Container:
+    if format == "safetensors":
+        from convert.formats import safetensors
+
+        return safetensors.read(path)
+    if format == "gguf":
+        from convert.formats import gguf
+
+        return gguf.read(path)
+    from convert.formats import torch_zip
+
+    return torch_zip.read(path)
+
+
+def _unwrap(container: Container, key: str | None, notes: list[str]) -> dict[str, Any]:
+    from convert.wrappers import unwrap
+
+    found = unwrap(container.metadata["tree"], key)
+    container.tensors = found.tensors
+    if found.stripped:
+        notes.append(f"stripped from the names: {', '.join(found.stripped)}")
+    if found.others:
+        notes.append(f"left alone in {container.files[0].name}: {', '.join(found.others)}")
+    return found.config or {}
+
+
+def _strip(tensors: dict[str, list[TensorSpec]], notes: list[str]) -> dict[str, list[TensorSpec]]:
+    from convert.wrappers import strip_prefixes
+
+    mapping, stripped = strip_prefixes(list(tensors))
+    if not stripped:
+        return tensors
+    notes.append(f"stripped from the names: {', '.join(stripped)}")
+    return {mapping[name]: specs for name, specs in tensors.items()}
+
+
+def _gather(containers: list[Container]) -> dict[str, list[TensorSpec]]:
+    tensors: dict[str, list[TensorSpec]] = {}
+    for container in containers:
+        for name, spec in container.tensors.items():
+            tensors.setdefault(name, []).append(spec)
+    return tensors
+
+
+def _hf_prefix(tensors: dict[str, list[TensorSpec]], notes: list[str]) -> dict[str, list[TensorSpec]]:
+    """A base model saved without its wrapper lacks the ``model.`` in front (pains L5)."""
+    if "embed_tokens.weight" not in tensors:
+        return tensors
+    notes.append("the names lack Hugging Face's leading 'model.'; it was added")
+    return {n if n.startswith("lm_head.") else f"model.{n}": specs for n, specs in tensors.items()}
+
+
+def _record(found: Found) -> dict[str, Any]:
+    if found.record is None:
+        return {}
+    raw = configs.read_json(found.record)
+    return raw if isinstance(raw, dict) and str(raw.get("schema", "")).startswith("convert.record/") else {}
+
+
+def _config(
+    found: Found, containers: list[Container], options: Options, wrapped: dict[str, Any]
+) -> tuple[dict[str, Any] | None, str | None]:
+    """The raw config and whose spelling it is in."""
+    if options.config is not None:
+        path = Path(options.config)
+        if not path.is_file():
+            raise UsageError(f"--config {path}: no such file.")
+        raw = configs.read_json(path)
+    elif found.format == "gguf":
+        return dict(containers[0].metadata), "gguf"
+    elif found.config is not None:
+        path = found.config
+        raw = configs.read_json(path)
+    elif wrapped:
+        raw, path = wrapped, found.files[0]
+    else:
+        return None, None
+    if not isinstance(raw, dict):
+        raise ConvertError(Problem("config", f"{path.name} is not a JSON object.", file=str(path)))
+    layout = configs.layout_of(raw, [load_table(f) for f in families()])
+    if layout is None and isinstance(raw.get("model"), dict):
+        layout = configs.layout_of(raw["model"], [load_table(f) for f in families()])
+    if layout is None and not wrapped:
+        raise ConvertError(
+            Problem(
+                "config",
+                f"{path.name} is no config of a kind known here: it has {', '.join(map(repr, list(raw)[:6]))}.",
+                file=str(path),
+                hint="config.json, params.json and the book's dict are known.",
+            )
+        )
+    return (raw, layout) if layout else (None, None)
+
+
+def _hub(
+    table: MappingTable,
+    layout: str,
+    raw: dict[str, Any] | None,
+    config_layout: str | None,
+    options: Options,
+    record: dict[str, Any],
+    tensors: dict[str, list[TensorSpec]],
+    containers: list[Container],
+    notes: list[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    full = shapes_of(table, layout, tensors)
+    if options.size:
+        published = configs.published(table, options.size)
+    recorded = record.get("config") if isinstance(record.get("config"), dict) else None
+    if raw is not None and config_layout is not None:
+        hub = configs.to_hub(table, config_layout, raw, recorded)
+        if options.size:
+            hub = {**published, **hub}
+    elif options.size:
+        hub = published
+        notes.append(f"config taken from the published size {options.size}")
+    elif recorded:
+        hub = configs.to_hub(table, "hf", recorded)
+    else:
+        raise _no_config(table, layout, full)
+    if config_layout == "gguf":
+        hub = _gguf_scaling(hub, tensors, containers[0], record)
+    hub, learned = shapes.fill(table, hub, layout, full)
+    notes += learned if config_layout in ("hf", None) else []
+    if options.context is not None:
+        hub["max_position_embeddings"] = options.context
+    return hub, dict(raw or {})
+
+
+def _gguf_scaling(
+    hub: dict[str, Any], tensors: dict[str, list[TensorSpec]], container: Container, record: dict[str, Any]
+) -> dict[str, Any]:
+    """llama3 scaling lies in a tensor of divisors (facts: gguf.md section 3)."""
+    import json
+
+    from convert import rope
+
+    spec = next(iter(tensors.get("rope_freqs.weight", ())), None)
+    if spec is None or hub["rope_type"] != "default":
+        return hub
+    with spec.file.open("rb") as file:
+        file.seek(spec.offset)
+        raw = file.read(spec.nbytes)
+    import numpy as np
+
+    values = np.frombuffer(raw, "<f4").astype(float).tolist()
+    stated = container.metadata.get("convert.rope_parameters")
+    recorded = json.loads(stated) if isinstance(stated, str) else record.get("config", {}).get("rope_parameters")
+    head_dim = 2 * len(values)
+    return configs.with_rope(hub, rope.from_divisors(values, hub["rope_theta"], head_dim, recorded))
+
+
+def shapes_of(table: MappingTable, layout: str, tensors: Mapping[str, list[TensorSpec]]) -> dict[str, tuple[int, ...]]:
+    """Full shape of every tensor; model-parallel parts joined (their axis follows from the model width)."""
+    from convert.match import joined_shape, model_width
+
+    width = model_width(table, layout, tensors)
+    return {name: joined_shape(specs, width) for name, specs in tensors.items()}
+
+
+def _no_config(table: MappingTable, layout: str, full: Mapping[str, tuple[int, ...]]) -> ConvertError:
+    name = {
+        row.id: ((table.prefix.get(layout, "") if row.in_block else "") + row.names[layout]).replace("{l}", "0")
+        for row in table.rows.values()
+        if layout in row.names
+    }
+    q, k = full.get(name.get("block.attn.q", "")), full.get(name.get("block.attn.k", ""))
+    candidates = shapes.head_candidates({}, q[0], k[0]) if q and k else []
+    return ConvertError(
+        Problem(
+            "config",
+            "there is no config, and head counts do not follow from tensor shapes."
+            + (f" These fit: {'; '.join(candidates)}." if candidates else ""),
+            wanted="a config",
+            hint="Give one with --config FILE (config.json, params.json or the book's dict), or --size "
+            f"{{{','.join(sorted(table.sizes))}}}.",
+        )
+    )
+
+
+def _common_type(tensors: Mapping[str, list[TensorSpec]]) -> str:
+    count: dict[str, int] = {}
+    for specs in tensors.values():
+        for spec in specs:
+            count[spec.dtype] = count.get(spec.dtype, 0) + spec.nbytes
+    return max(count, key=lambda d: count[d]) if count else "F32"

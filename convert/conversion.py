@@ -1,0 +1,110 @@
+"""One conversion from end to end: open, plan, check, write, and say what was done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from convert.checkpoint import Checkpoint, open_checkpoint
+from convert.errors import UsageError
+from convert.plan import ConversionPlan, Request, make_plan, request_dtype
+from convert.run import Summary, check_target, run
+
+_SOURCE_OPTIONS = ("layout", "family", "config", "size", "key", "qk_layout", "tie", "context")
+_REQUEST_OPTIONS = (
+    "format",
+    "max_shard_size",
+    "model_parallel",
+    "book_class",
+    "allow_reference",
+    "tie",
+    "tokenizer",
+    "clamp",
+)
+
+
+def plan_conversion(
+    src: str | Path | Checkpoint, to: str, *, source_layout: str | None = None, **options: Any
+) -> ConversionPlan:
+    """Open ``src`` and plan its conversion to the layout ``to``; writes nothing.
+
+    Args:
+        src: A checkpoint folder or file, or an opened checkpoint.
+        to: ``hf``, ``meta``, ``scratch`` or ``gguf``.
+        source_layout: What the source must be, where the command names it.
+        **options: Fields of :class:`convert.checkpoint.Options` and :class:`convert.plan.Request`; ``names`` belongs to
+            whichever side is from scratch.
+
+    Raises:
+        UsageError: The source is of another layout, or an option is unknown.
+        ConvertError: The source is damaged or the target cannot hold it.
+    """
+    names = options.pop("names", None)
+    dtype = request_dtype(options.pop("dtype", None))
+    unknown = sorted(set(options) - {*_SOURCE_OPTIONS, *_REQUEST_OPTIONS})
+    if unknown:
+        raise UsageError(f"unknown option {unknown[0]!r}.", hint=f"Known: {', '.join(sorted({*_SOURCE_OPTIONS, *_REQUEST_OPTIONS}))}.")
+    opened = src
+    if not isinstance(opened, Checkpoint):
+        chosen = {k: v for k, v in options.items() if k in _SOURCE_OPTIONS and v is not None}
+        if names and to != "scratch":
+            chosen["names"] = names
+        opened = open_checkpoint(opened, **chosen)
+    if source_layout is not None and opened.layout != source_layout:
+        raise UsageError(
+            f"{opened.path} is in the {opened.layout} layout, not {source_layout}.",
+            hint=f"Use `convert {opened.layout}-to-{to}`." if opened.layout != to else "It is in the target layout already.",
+        )
+    request = Request(target=to, dtype=dtype, **{k: v for k, v in options.items() if k in _REQUEST_OPTIONS and v is not None})
+    table = None
+    if names and to == "scratch":
+        from convert.names import load_names
+
+        table = load_names(names)
+        if table.family != opened.family:
+            raise UsageError(f"--names extends {table.family!r}, but the source is of the family {opened.family!r}.")
+    return make_plan(opened, request, table=table)
+
+
+def convert_checkpoint(
+    src: str | Path | Checkpoint,
+    out: str | Path,
+    *,
+    to: str,
+    overwrite: bool = False,
+    threads: int = 2,
+    progress: Callable[[int], None] | None = None,
+    cancel: threading.Event | None = None,
+    **options: Any,
+) -> Summary:
+    """Convert a checkpoint to another layout.
+
+    Args:
+        src: A checkpoint folder or file (any layout), or an opened checkpoint.
+        out: The folder to make (a file for GGUF).
+        to: ``hf``, ``meta``, ``scratch`` or ``gguf``.
+        overwrite: Replace an existing output.
+        threads: Workers; memory grows by some MiB with each.
+        progress: Called with the number of bytes written since the last call, from any thread.
+        cancel: Set it to stop; the partial output is removed.
+        **options: As :func:`plan_conversion`: ``dtype``, ``names``, ``family``, ``tie`` …
+
+    Returns:
+        What was written, with every assumption that was made.
+
+    Raises:
+        UsageError: The request does not fit.
+        ConvertError: The source is damaged, the target cannot hold it, or a value does not fit its type. Nothing is
+            left behind.
+    """
+    plan = plan_conversion(src, to, **options)
+    try:
+        return run(plan, Path(out), threads=threads, overwrite=overwrite, progress=progress, cancel=cancel)
+    finally:
+        if plan.source is not src:
+            plan.source.close()
+
+
+__all__ = ["check_target", "convert_checkpoint", "plan_conversion"]

@@ -1,0 +1,148 @@
+"""Which family and which layout a checkpoint is in, from its config and its tensor names.
+
+Numbers are not looked at here: whether Q and K are in the order that the names promise is a matter of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from convert.errors import ConvertError, Problem
+from convert.report import fold_names
+from convert.table import MappingTable, families, load_table
+
+#: Tensor name endings of weights that are packed integers, and what wrote them.
+PACKED = {
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".g_idx": "GPTQ",
+    ".absmax": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".weight_scale_inv": "FP8 with block scales",
+    ".weight_scale": "FP8",
+    ".SCB": "bitsandbytes int8",
+}
+ADAPTERS = (".lora_A", ".lora_B", ".lora.A", ".lora.B", "lora_embedding_")
+_THRESHOLD = 0.5
+
+
+def score(table: MappingTable, layout: str, names: Collection[str]) -> float:
+    """Share of the layout's unconditional tensors (layer 0 stands for all) that ``names`` has."""
+    fused = {part for f in table.fused if f.layout == layout for part in f.parts}
+    wanted = {f.name for f in table.fused if f.layout == layout and not any(table.rows[p].when for p in f.parts)}
+    prefix = table.prefix.get(layout, "")
+    wanted = {prefix + n for n in wanted}
+    for row in table.rows.values():
+        if layout in row.names and row.id not in fused and not row.when and not row.tied_to:
+            wanted.add((prefix if row.in_block else "") + row.names[layout])
+    wanted = {w.replace("{l}", "0") for w in wanted}
+    return sum(w in names for w in wanted) / len(wanted) if wanted else 0.0
+
+
+def detect(
+    names: Collection[str],
+    config: Mapping[str, Any] | None,
+    *,
+    format: str,
+    family: str | None = None,
+    layout: str | None = None,
+    table: MappingTable | None = None,
+) -> tuple[MappingTable, str]:
+    """The table and layout of a checkpoint.
+
+    Args:
+        names: Its tensor names.
+        config: Its config, if it has one.
+        format: Container format; GGUF holds one layout only.
+        family: What the user said.
+        layout: What the user said.
+        table: A table given by the user (a names file).
+
+    Raises:
+        ConvertError: An architecture that no table describes, an adapter, or packed weights.
+    """
+    _refuse_special(names, config)
+    wanted = None if table or family or format == "gguf" else _model_type(config)
+    tables = [table] if table else [load_table(f) for f in ([family] if family else families())]
+    if wanted:
+        tables = [t for t in tables if wanted in t.model_types] or tables
+    layouts = [layout] if layout else ["gguf"] if format == "gguf" else [x for x in ("hf", "meta", "scratch")]
+    if format == "gguf":
+        arch = str((config or {}).get("general.architecture"))
+        fitting = [t for t in tables if t.gguf_arch == arch]
+        if not fitting:
+            raise _unknown(f"a GGUF file of the architecture {arch!r}", tables)
+        tables = fitting
+    ranked = sorted(
+        ((score(t, x, names), len(t.rows), t, x) for t in tables for x in layouts if x in t.layouts),
+        key=lambda item: (item[0], item[1]),
+        reverse=True,
+    )
+    known = wanted is None or any(wanted in t.model_types for t in tables)
+    if not known:
+        raise _unknown(f"{wanted!r}", tables)
+    if not ranked or ranked[0][0] < _THRESHOLD:
+        if format == "gguf":
+            return tables[0], "gguf"
+        if layout and (table or family):
+            return tables[0], layout
+        sample = ", ".join(repr(n) for n in fold_names(sorted(names))[:6])
+        raise ConvertError(
+            Problem(
+                "unknown_names",
+                f"no table knows these tensor names: {sample}{' …' if len(names) > 6 else ''}.",
+                found=len(names),
+                wanted=[f"{t.family}: {', '.join(t.layouts)}" for t in tables],
+                hint="For your own module names write a names file (`convert tables init --family llama`) and give it with --names.",
+            )
+        )
+    return ranked[0][2], ranked[0][3]
+
+
+def _model_type(config: Mapping[str, Any] | None) -> str | None:
+    value = (config or {}).get("model_type")
+    return str(value) if value else None
+
+
+def _unknown(what: str, tables: list[MappingTable]) -> ConvertError:
+    known = ", ".join(t.family for t in (load_table(f) for f in families()))
+    return ConvertError(
+        Problem(
+            "unknown_architecture",
+            f"this is {what}, which no table describes.",
+            found=what,
+            wanted=known,
+            hint=f"Families here: {known}. If it is one of them under another name, say so with --family; "
+            "else write a table (`convert tables init`).",
+        )
+    )
+
+
+def _refuse_special(names: Collection[str], config: Mapping[str, Any] | None) -> None:
+    """Adapters and packed weights are no plain numbers; they are named before any work."""
+    adapters = [n for n in names if any(a in n for a in ADAPTERS)]
+    if adapters:
+        raise ConvertError(
+            Problem(
+                "adapter",
+                f"these are LoRA weights ({len(adapters)} tensors like {adapters[0]!r}), not a model.",
+                tensor=adapters[0],
+                hint="Merge them first. peft: model.merge_and_unload(). The book's appendix E: W + s * (A @ B).T, where s is "
+                "alpha / rank in the book's current code and alpha in llms-from-scratch 1.0.19.",
+            )
+        )
+    scheme = next(((n, what) for n in names for end, what in PACKED.items() if n.endswith(end)), None)
+    declared = (config or {}).get("quantization_config") or (config or {}).get("quantization_args")
+    if scheme or declared:
+        method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+        what = str(method or (scheme[1] if scheme else "quantised"))
+        raise ConvertError(
+            Problem(
+                "quantized_source",
+                f"this checkpoint is already quantised ({what}); its numbers are packed integers.",
+                tensor=scheme[0] if scheme else None,
+                found=what,
+                hint="Load it with the library that wrote it, dequantise to 16 bit, save, and convert that.",
+            )
+        )

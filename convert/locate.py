@@ -1,0 +1,278 @@
+"""Finding a checkpoint's files: which weights belong together, and what lies beside them.
+
+Looks at names, headers of index files and the first bytes; a suffix is never trusted. Two complete sets of weights
+in one folder are an error, because every tool would take another one of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from convert.config import read_json
+from convert.errors import ConvertError, FormatError, Problem, UsageError
+from convert.formats.sniff import refuse_non_weights, sniff
+
+INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+CONFIG_NAMES = ("config.json", "params.json", "scratch_config.json")
+RECORD_NAME = "conversion.json"
+SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf")
+#: What trainers leave beside weights.
+NOT_WEIGHTS = ("optimizer.", "scheduler.", "rng_state", "training_args.", "scaler.", "random_states")
+FORMATS = ("safetensors", "torch", "gguf")
+
+
+@dataclass(slots=True)
+class Found:
+    """The files of one checkpoint.
+
+    Attributes:
+        folder: Where configs and tokenizers lie.
+        format: Container format of the weights.
+        files: The weights, in order.
+        weight_map: Tensor → file name, from an index; empty without one.
+        config: Config file beside the weights, or None.
+        record: ``conversion.json`` of an earlier conversion, or None.
+        notes: What was seen and left alone.
+    """
+
+    folder: Path
+    format: str
+    files: list[Path]
+    weight_map: dict[str, str] = field(default_factory=dict)
+    config: Path | None = None
+    record: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def locate(src: Path) -> Found:
+    """Find the checkpoint at ``src``, a folder or one of its files.
+
+    Raises:
+        UsageError: Nothing is there.
+        ConvertError: Ambiguous, incomplete, or no weights.
+    """
+    if not src.exists():
+        raise UsageError(f"{src} does not exist.", hint="Give a checkpoint folder or file.")
+    found = _from_folder(src) if src.is_dir() else _from_file(src)
+    if found.config is None:
+        found.config = next((found.folder / n for n in CONFIG_NAMES if (found.folder / n).is_file()), None)
+    beside = found.folder / RECORD_NAME
+    if src.is_file():
+        own = src.with_name(src.name + "." + RECORD_NAME)
+        beside = own if own.is_file() else beside
+    found.record = beside if beside.is_file() else None
+    return found
+
+
+def _from_file(src: Path) -> Found:
+    if src.name in INDEX_NAMES or src.name.endswith(".index.json"):
+        return _indexed(src)
+    kind = sniff(src)
+    if kind not in FORMATS:
+        raise refuse_non_weights(src, kind)
+    for name in INDEX_NAMES:
+        index = src.with_name(name)
+        if index.is_file() and src.name in set(_weight_map(index).values()):
+            found = _indexed(index)
+            found.notes.append(f"{src.name} is one shard of {len(found.files)}; all of them are read")
+            return found
+    if kind == "torch" and _shard_number(src) is not None:
+        files = _meta_files(src.parent)
+        if len(files) > 1:
+            return Found(src.parent, kind, files)
+    return Found(src.parent, kind, [src])
+
+
+def _from_folder(folder: Path) -> Found:
+    names = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in SUFFIXES)
+    names = [p for p in names if not p.name.startswith(NOT_WEIGHTS)]
+    indexes = [folder / n for n in INDEX_NAMES if (folder / n).is_file()]
+    adapters = [p for p in names if p.name.startswith("adapter_model")]
+    if adapters or (folder / "adapter_config.json").is_file():
+        raise _adapter(folder)
+    sets: dict[str, list[Path]] = {}
+    for index in indexes:
+        mapped = set(_weight_map(index).values())
+        sets[index.name] = [p for p in names if p.name in mapped]
+    claimed = {p for files in sets.values() for p in files}
+    notes = []
+    for path in names:
+        if path in claimed:
+            continue
+        if _shard_number(path) is not None:
+            sets.setdefault("consolidated.*", []).append(path)
+        elif path.suffix == ".gguf":
+            sets.setdefault(_split_stem(path), []).append(path)
+        elif indexes and path.stem not in ("model", "pytorch_model", "consolidated"):
+            notes.append(f"{path.name} lies beside the indexed shards and is not part of them; it was left alone")
+        else:
+            sets[path.name] = [path]
+    if len(sets) > 1:
+        raise ConvertError(_two_sets(folder, sets))
+    if indexes:
+        found = _indexed(indexes[0])
+        found.notes += notes
+        return found
+    if not sets:
+        raise _nothing(folder)
+    ((key, files),) = sets.items()
+    if key == "consolidated.*":
+        return Found(folder, "torch", _meta_files(folder))
+    kind = sniff(files[0])
+    if kind not in FORMATS:
+        raise refuse_non_weights(files[0], kind)
+    return Found(folder, kind, files[:1] if kind == "gguf" else files, notes=notes)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The index's map, with every file name checked to lie in the index's own folder."""
+    raw = read_json(index)
+    mapping = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(mapping, dict) or not mapping:
+        raise FormatError(Problem("index", f"{index.name} has no weight_map.", file=str(index)))
+    for name in sorted({str(v) for v in mapping.values()}):
+        if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+            raise FormatError(
+                Problem(
+                    "index",
+                    f"{index.name} points outside its own folder: {name!r}.",
+                    file=str(index),
+                    found=name,
+                    hint="An index names plain files beside it; this one is damaged or hostile.",
+                )
+            )
+    return {str(k): str(v) for k, v in mapping.items()}
+
+
+def _indexed(index: Path) -> Found:
+    mapping = _weight_map(index)
+    files = [index.parent / n for n in sorted(set(mapping.values()))]
+    missing = [p.name for p in files if not p.is_file()]
+    if missing:
+        raise ConvertError(
+            Problem(
+                "missing_file",
+                f"{index.name} names {len(files)} files and {len(missing)} of them are absent: {', '.join(missing[:8])}.",
+                file=str(index),
+                found=len(files) - len(missing),
+                wanted=len(files),
+                hint="An incomplete download? Fetch the missing files.",
+            )
+        )
+    kinds = {p: sniff(p) for p in files}
+    bad = [refuse_non_weights(p, k).problems[0] for p, k in kinds.items() if k not in FORMATS]
+    if bad:
+        raise FormatError(bad)
+    return Found(index.parent, kinds[files[0]], files, mapping)
+
+
+def _shard_number(path: Path) -> int | None:
+    """The number in ``consolidated.03.pth``, 0 for ``consolidated.pth``, None for another name."""
+    parts = path.name.split(".")
+    if parts[0] != "consolidated" or parts[-1] not in ("pth", "pt"):
+        return None
+    if len(parts) == 2:
+        return 0
+    return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else None
+
+
+def _meta_files(folder: Path) -> list[Path]:
+    numbered = {n: p for p in folder.iterdir() if (n := _shard_number(p)) is not None and p.is_file()}
+    gaps = [n for n in range(max(numbered) + 1) if n not in numbered]
+    if gaps:
+        raise ConvertError(
+            Problem(
+                "missing_file",
+                f"{folder.name} has {len(numbered)} model-parallel files up to number {max(numbered)}; "
+                f"number {', '.join(map(str, gaps))} is absent.",
+                file=str(folder),
+                found=sorted(numbered),
+                wanted=list(range(max(numbered) + 1)),
+                hint="An incomplete download? Fetch the missing files.",
+            )
+        )
+    return [numbered[n] for n in sorted(numbered)]
+
+
+def _split_stem(path: Path) -> str:
+    """``name`` of ``name-00001-of-00003.gguf``, else the file's own name."""
+    parts = path.stem.rsplit("-", 3)
+    if len(parts) == 4 and parts[2] == "of" and parts[1].isdecimal() and parts[3].isdecimal():
+        return parts[0]
+    return path.name
+
+
+def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:
+    lines = []
+    for key, files in sets.items():
+        size = sum(p.stat().st_size for p in files)
+        newest = max((p.stat().st_mtime for p in files), default=0)
+        lines.append(f"{key} ({len(files)} files, {size / 1e9:.2f} GB, {time.strftime('%Y-%m-%d %H:%M', time.localtime(newest))})")
+    return Problem(
+        "two_sets",
+        f"{folder} holds {len(sets)} candidate sets of weights: {'; '.join(lines)}.",
+        file=str(folder),
+        found=list(sets),
+        wanted="one set",
+        hint="Name the file (or the index) that is meant, or move the others away.",
+    )
+
+
+def _adapter(folder: Path) -> ConvertError:
+    base = None
+    path = folder / "adapter_config.json"
+    if path.is_file():
+        raw = read_json(path)
+        base = raw.get("base_model_name_or_path") if isinstance(raw, dict) else None
+    return ConvertError(
+        Problem(
+            "adapter",
+            f"{folder} holds a LoRA adapter{f' for {base}' if base else ''}, not a model.",
+            file=str(folder),
+            hint="Merge it first (peft: model.merge_and_unload(), then save_pretrained) and convert the result.",
+        )
+    )
+
+
+def _nothing(folder: Path) -> UsageError:
+    there = sorted(p.name for p in folder.iterdir())
+    return UsageError(
+        f"no weights in {folder}: it holds {', '.join(there[:10]) or 'nothing'}{' …' if len(there) > 10 else ''}.",
+        hint=f"Looked for {', '.join(SUFFIXES)} files and for {INDEX_NAMES[0]}.",
+    )
+
+
+def audit_index(found: Found, headers: dict[Path, Iterable[str]]) -> list[Problem]:
+    """Index against headers, both ways."""
+    problems = []
+    where = {name: path.name for path, names in headers.items() for name in names}
+    for name, file in found.weight_map.items():
+        if where.get(name) != file:
+            actual = where.get(name)
+            problems.append(
+                Problem(
+                    "index",
+                    f"the index maps {name!r} to {file}, which does not hold it"
+                    + (f" ({actual} does)." if actual else "; no shard does."),
+                    tensor=name,
+                    file=file,
+                    found=actual,
+                    wanted=file,
+                    hint="The index and the shards are of different saves; fetch both again.",
+                )
+            )
+    for name, file in where.items():
+        if name not in found.weight_map:
+            problems.append(
+                Problem(
+                    "index",
+                    f"{file} holds {name!r}, which the index does not know.",
+                    tensor=name,
+                    file=file,
+                    hint="A stale index? Fetch it again, or delete it if the shards are complete.",
+                )
+            )
+    return problems

@@ -1,0 +1,378 @@
+"""What a conversion will do, decided before any tensor data is read: files, offsets, sources, assumptions.
+
+Takes a matched checkpoint and a target layout; refuses whatever the target cannot hold. Layout-specific files beside
+the weights come from :mod:`convert.sidecars`; :mod:`convert.run` carries the plan out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from convert.checkpoint import Checkpoint
+from convert.dtypes import DTYPES, dtype
+from convert.errors import ConvertError, Problem, UsageError
+from convert.formats import safetensors
+from convert.formats.spec import Entry, FileLayout
+from convert.layout import Dims, Key, Slot, expand
+from convert.match import values
+from convert.report import fold_problems
+from convert.source import Cast, Joined, RopePermuted, Rows, Source
+from convert.table import MappingTable
+
+#: Numpy work is cut into pieces of about this many bytes of output; with less, two threads fight over the GIL.
+PIECE_BYTES = 2 << 20
+#: What the interpreter and our modules take before any data (measured: 45 MiB with numpy).
+BASE_MEMORY = 48 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an output's values go: file number, tensor name there, and which columns (all when None)."""
+
+    file: int
+    name: str
+    columns: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One source and the tensors that are written from it."""
+
+    source: Source
+    targets: tuple[Target, ...]
+
+
+@dataclass(slots=True)
+class Request:
+    """What the user asked for (the options of the conversion commands).
+
+    Attributes:
+        target: Layout to write.
+        dtype: Canonical type, or None to keep each tensor's own.
+        format: ``safetensors`` or ``pth`` for the from-scratch layout.
+        max_shard_size: Bytes per file of a Hugging Face folder.
+        model_parallel: Number of Meta files.
+        book_class: Which of the book's classes.
+        allow_reference: Write what the book's class cannot hold for our reference class.
+        tie: ``copy`` stores a tied head as a tensor of its own; ``share`` once, where the target can.
+        tokenizer: Whether tokenizer files are carried.
+        clamp: Clamp values that the target type cannot hold, instead of stopping.
+    """
+
+    target: str
+    dtype: str | None = None
+    format: str = "safetensors"
+    max_shard_size: int = 5_000_000_000
+    model_parallel: int = 1
+    book_class: str | None = None
+    allow_reference: bool = False
+    tie: str | None = None
+    tokenizer: bool = True
+    clamp: bool = False
+
+
+@dataclass(slots=True)
+class ConversionPlan:
+    """Everything that will be read and written.
+
+    Attributes:
+        source: The opened source.
+        request: What was asked for.
+        table: The table whose names the target gets.
+        config: Hub config of the target.
+        outputs: Sources and where they go.
+        files: The weight files, with all offsets.
+        sidecars: Other files: name → bytes, or a file to copy.
+        notes: Every assumption, substitution, dropped and ignored item.
+        tied: Whether the model is tied, from its tensors.
+    """
+
+    source: Checkpoint
+    request: Request
+    table: MappingTable
+    config: dict[str, Any]
+    outputs: list[Output]
+    files: list[FileLayout]
+    sidecars: dict[str, bytes | Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    tied: bool = False
+
+    @property
+    def single_file(self) -> bool:
+        """Whether the output is a file (or numbered files), not a folder."""
+        return self.request.target == "gguf"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole output."""
+        beside = sum(len(v) if isinstance(v, bytes) else v.stat().st_size for v in self.sidecars.values())
+        return beside + sum(f.size for f in self.files)
+
+    def peak_memory(self, threads: int) -> int:
+        """Estimated peak of resident memory while running, bytes."""
+        largest = max((piece_rows(o.source) * _wide_row(o.source) for o in self.outputs), default=0)
+        return BASE_MEMORY + 3 * threads * max(largest, PIECE_BYTES)
+
+
+def _wide_row(source: Source) -> int:
+    return math.prod(source.shape[1:]) * 4
+
+
+def piece_rows(source: Source) -> int:
+    """Rows per piece of numpy work: whole tensors where rows are scattered, else about :data:`PIECE_BYTES`."""
+    if source.whole:
+        return source.shape[0]
+    rows = max(1, PIECE_BYTES // max(1, source.row_bytes))
+    return min(source.shape[0], max(source.align, rows // source.align * source.align))
+
+
+def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | None = None) -> ConversionPlan:
+    """Plan a conversion.
+
+    Args:
+        source: The opened source.
+        request: What is wanted.
+        table: Table with the target's names, where a names file gives them.
+
+    Raises:
+        ConvertError: The source does not match its table, or the target cannot hold it; all problems at once.
+    """
+    table = table or (source.table if source.table.names_file is None else _base(source))
+    matched = source.match
+    problems = list(matched.problems)
+    if request.target not in table.layouts:
+        problems.append(Problem("layout", f"the {table.family} family has no {request.target} layout.", wanted=list(table.layouts)))
+    if problems:
+        raise ConvertError(fold_problems(problems))
+    tied = matched.tied(sampled=False) if _needs_tie(request) else matched.tied(sampled=True)
+    config = dict(source.config) | {"tie_word_embeddings": tied and request.tie != "copy"}
+    notes = [*source.notes, *matched.notes, *_ignored(matched.ignored)]
+    stated = source.config.get("tie_word_embeddings")
+    if stated is not None and bool(stated) != tied and source.layout == "hf":
+        notes.append(f"the config says tie_word_embeddings = {bool(stated)}, the tensors say {tied}; the tensors win")
+    dims = Dims(table, config)
+    problems = refusals(table, dims, request)
+    if problems:
+        raise ConvertError(problems)
+    plan = ConversionPlan(source, request, table, config, [], [], {}, notes, tied)
+    slots = expand(table, dims, request.target)
+    chosen = [(slot, _slot_source(plan, slot)) for slot in slots.values() if not _omitted(plan, slot)]
+    _note_types(plan, chosen)
+    _arrange(plan, chosen, dims)
+    from convert.sidecars import add_sidecars
+
+    add_sidecars(plan)
+    return plan
+
+
+def _base(source: Checkpoint) -> MappingTable:
+    from convert.table import load_table
+
+    return load_table(source.table.family)
+
+
+def _needs_tie(request: Request) -> bool:
+    # Only where a head is dropped must every byte be compared; elsewhere the answer is a remark.
+    return request.target in ("hf", "gguf") and request.tie != "copy"
+
+
+def _ignored(ignored: list[tuple[str, str]]) -> list[str]:
+    from convert.report import fold_names
+
+    reasons: dict[str, list[str]] = {}
+    for name, reason in ignored:
+        reasons.setdefault(reason, []).append(name)
+    return [f"ignored {', '.join(fold_names(names))}: {reason}" for reason, names in reasons.items()]
+
+
+def refusals(table: MappingTable, dims: Dims, request: Request) -> list[Problem]:
+    """What the target layout, or the book's class, cannot hold of this config."""
+    out = []
+    name = request.book_class or next(iter(table.classes), None)
+    if request.book_class and request.book_class not in table.classes:
+        raise UsageError(
+            f"there is no class {request.book_class!r} in the {table.family} table.", hint=f"Classes: {', '.join(table.classes)}."
+        )
+    for rule in table.refuse:
+        if rule.layout != request.target or (rule.book_class and rule.book_class != name):
+            continue
+        if rule.reference and request.allow_reference:
+            continue
+        if dims.value(rule.when):
+            hint = "--allow-reference writes it for our own reference class." if rule.reference else None
+            values_ = rule.when.explain(lambda n: dims.get(n))
+            out.append(
+                Problem("refused", f"the {request.target} layout cannot hold this model: {rule.reason} ({values_}).", hint=hint)
+            )
+    return out
+
+
+def _omitted(plan: ConversionPlan, slot: Slot) -> bool:
+    """A tied head is not stored twice where the target's loader ties by itself."""
+    row = plan.table.rows[slot.keys[0][0]]
+    return bool(row.tied_to) and plan.tied and plan.request.tie != "copy" and plan.request.target in ("hf", "gguf")
+
+
+def _slot_source(plan: ConversionPlan, slot: Slot) -> Source:
+    parts = [_logical(plan, key, shape) for key, shape in zip(slot.keys, slot.shapes, strict=True)]
+    kinds = {p.dtype for p in parts}
+    if len(kinds) > 1:  # parts of a fused tensor must agree; the widest can hold all
+        widest = max(kinds, key=lambda k: (DTYPES[k].block_bytes, k == "F32"))
+        parts = [p if p.dtype == widest else Cast(p, widest) for p in parts]
+    return parts[0] if len(parts) == 1 else Joined(parts, slot.axis)
+
+
+def _logical(plan: ConversionPlan, key: Key, shape: tuple[int, ...]) -> Source:
+    """A logical tensor as the target stores it."""
+    matched = plan.source.match
+    source = matched.logical.get(key)
+    if source is None:
+        pair = matched.tied_pair()
+        assert pair and key == pair[0], key
+        source = matched.logical[pair[1]]
+    wanted = plan.request.dtype
+    quantized = DTYPES[source.dtype].is_quantized
+    source = values(source, wanted if wanted in ("F32", "F16", "BF16") else "F16") if quantized else source
+    row = plan.table.rows[key[0]]
+    to = plan.table.convention_of(plan.request.target, "rope")
+    if row.rope is not None and plan.source.pairing != to:
+        heads = int(plan.source.dims.value(row.rope, key[1]))
+        source = RopePermuted(source, head_dim=shape[0] // heads, to=to)
+    return Cast(source, wanted) if wanted and source.dtype != wanted else source
+
+
+def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None:
+    stored = {s.dtype for specs in plan.source.tensors.values() for s in specs}
+    quantized = sorted(k for k in stored if DTYPES[k].is_quantized)
+    if quantized:
+        target = plan.request.dtype or "F16"
+        plan.notes.append(f"block-quantised tensors ({', '.join(quantized)}) are dequantised to {target}")
+    if plan.source.pairing != plan.table.convention_of(plan.request.target, "rope"):
+        count = sum(plan.table.rows[k[0]].rope is not None for slot, _ in chosen for k in slot.keys)
+        to = plan.table.convention_of(plan.request.target, "rope")
+        plan.notes.append(f"rows of Q and K are put from {plan.source.pairing} into {to} order ({count} tensors)")
+
+
+def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims) -> None:
+    """Decide files and offsets."""
+    request = plan.request
+    if request.target == "hf":
+        _shards(plan, [(slot.name, source) for slot, source in chosen])
+    elif request.target == "meta":
+        _model_parallel(plan, chosen, dims)
+    elif request.target == "scratch":
+        name = "model.pth" if request.format == "pth" else "model.safetensors"
+        entries = [Entry(slot.name, source.dtype, slot.shape) for slot, source in chosen]
+        plan.files.append(_file(name, entries, plan))
+        plan.outputs += [Output(source, (Target(0, slot.name),)) for slot, source in chosen]
+    else:
+        from convert.gguf_plan import arrange
+
+        arrange(plan, chosen)
+
+
+def _file(name: str, entries: list[Entry], plan: ConversionPlan) -> FileLayout:
+    if name.endswith(".pth"):
+        from convert.formats import torch_zip_writer
+
+        return torch_zip_writer.layout(name, entries)
+    return safetensors.layout(name, entries, safetensors_metadata(plan))
+
+
+def safetensors_metadata(plan: ConversionPlan) -> dict[str, str]:
+    """What the file itself says of how it was made; nothing else tells the order of Q and K."""
+    from convert import __version__
+
+    return {
+        "convert.version": __version__,
+        "convert.layout": plan.request.target,
+        "convert.qk_layout": plan.table.convention_of(plan.request.target, "rope"),
+        "convert.tied": str(plan.tied).lower(),
+    }
+
+
+def _shards(plan: ConversionPlan, tensors: list[tuple[str, Source]]) -> None:
+    """Fill files in order up to the limit; one file is ``model.safetensors``, several get an index."""
+    groups: list[list[tuple[str, Source]]] = [[]]
+    size = 0
+    for name, source in tensors:
+        nbytes = DTYPES[source.dtype].nbytes(source.shape)
+        if groups[-1] and size + nbytes > plan.request.max_shard_size:
+            groups.append([])
+            size = 0
+        groups[-1].append((name, source))
+        size += nbytes
+    total = len(groups)
+    for i, group in enumerate(groups):
+        name = "model.safetensors" if total == 1 else f"model-{i + 1:05d}-of-{total:05d}.safetensors"
+        plan.files.append(_file(name, [Entry(n, s.dtype, s.shape) for n, s in group], plan))
+        plan.outputs += [Output(s, (Target(i, n),)) for n, s in group]
+
+
+def _model_parallel(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims) -> None:
+    ranks = plan.request.model_parallel
+    axes: dict[str, int | None] = {}
+    problems = []
+    for slot, _ in chosen:
+        row = plan.table.rows[slot.keys[0][0]]
+        axis = None if row.parallel is None else int(dims.value(row.parallel, slot.keys[0][1]))
+        axes[slot.name] = axis if ranks > 1 else None
+        if axis is None:
+            continue
+        units = slot.shape[axis]
+        if row.rope is not None:
+            units = int(dims.value(row.rope))
+        elif row.shape[axis].text in ("K*hd", "H*hd"):
+            units = int(dims[row.shape[axis].text[0]])
+        if units % ranks:
+            problems.append(
+                Problem(
+                    "model_parallel",
+                    f"{slot.name!r} has {units} {'heads' if units != slot.shape[axis] else 'rows'} on its parallel axis, "
+                    f"which {ranks} files cannot share evenly.",
+                    tensor=slot.name,
+                    found=units,
+                    wanted=f"a multiple of {ranks}",
+                    hint="Choose a --model-parallel that divides the key/value heads.",
+                )
+            )
+    if problems:
+        raise ConvertError(fold_problems(problems))
+    for rank in range(ranks):
+        entries = [Entry(s.name, x.dtype, _share(s.shape, axes[s.name], ranks)) for s, x in chosen]
+        plan.files.append(_file(f"consolidated.{rank:02d}.pth", entries, plan))
+    for slot, source in chosen:
+        axis = axes[slot.name]
+        if axis == 0:
+            part = slot.shape[0] // ranks
+            plan.outputs += [Output(Rows(source, r * part, (r + 1) * part), (Target(r, slot.name),)) for r in range(ranks)]
+        elif axis == 1:
+            part = slot.shape[1] // ranks
+            targets = [Target(r, slot.name, (r * part, (r + 1) * part)) for r in range(ranks)]
+            plan.outputs.append(Output(source, tuple(targets)))
+        else:
+            plan.outputs.append(Output(source, tuple(Target(r, slot.name) for r in range(ranks))))
+
+
+def _share(shape: tuple[int, ...], axis: int | None, ranks: int) -> tuple[int, ...]:
+    if axis is None:
+        return shape
+    return tuple(n // ranks if i == axis else n for i, n in enumerate(shape))
+
+
+def request_dtype(name: str | None) -> str | None:
+    """The canonical type for ``--dtype``; None for ``keep``."""
+    return None if name in (None, "keep") else dtype(str(name)).name
+
+
+def mapping_summary(plan: ConversionPlan) -> Mapping[str, Any]:
+    """Counts for the summary and the record."""
+    return {
+        "tensors": sum(len(f.entries) for f in plan.files),
+        "files": [f.name for f in plan.files] + sorted(plan.sidecars),
+        "bytes": plan.nbytes,
+    }

@@ -1,0 +1,110 @@
+"""The few calls that differ between systems, each with a fallback: positional reads and writes, copies in the kernel.
+
+Linux first. Windows has no ``pread``; macOS has no ``copy_file_range``; some filesystems refuse it. Setting
+:data:`DISABLED` to names of calls switches the fallbacks on, which is how they are tested.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+#: Calls that are treated as absent (``pread``, ``pwrite``, ``copy_file_range``, ``sendfile``).
+DISABLED: set[str] = set()
+
+_COPY_BYTES = 8 << 20
+_seek_lock = threading.Lock()
+_local = threading.local()
+_UNSUPPORTED = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY)
+
+
+def _has(call: str) -> bool:
+    return call not in DISABLED and hasattr(os, call)
+
+
+def read_at(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill ``buffer`` from ``offset``; returns how many bytes there were (less only at the end of the file)."""
+    done = 0
+    while done < len(buffer):
+        if "pread" not in DISABLED and hasattr(os, "preadv"):
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        else:
+            with _seek_lock:
+                os.lseek(fd, offset + done, os.SEEK_SET)
+                data = os.read(fd, min(len(buffer) - done, _COPY_BYTES))
+            count = len(data)
+            buffer[done : done + count] = data
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        if _has("pwrite"):
+            done += os.pwrite(fd, view[done:], offset + done)
+        else:
+            with _seek_lock:
+                os.lseek(fd, offset + done, os.SEEK_SET)
+                done += os.write(fd, view[done : done + _COPY_BYTES])
+
+
+def copy_range(source: int, target: int, start: int, to: int, count: int) -> int:
+    """Copy bytes between files, inside the kernel where it can be done.
+
+    Args:
+        source: Descriptor to read.
+        target: Descriptor to write.
+        start: Offset in ``source``.
+        to: Offset in ``target``.
+        count: How many bytes.
+
+    Returns:
+        Bytes copied; less than ``count`` only where ``source`` ended.
+    """
+    done = 0
+    if _has("copy_file_range"):
+        try:
+            while done < count:
+                moved = os.copy_file_range(source, target, count - done, start + done, to + done)
+                if moved == 0:
+                    return done
+                done += moved
+            return done
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+    return done + _copy_through_buffer(source, target, start + done, to + done, count - done)
+
+
+def _copy_through_buffer(source: int, target: int, start: int, to: int, count: int) -> int:
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(_COPY_BYTES))
+    done = 0
+    while done < count:
+        view = _local.buffer[: min(_COPY_BYTES, count - done)]
+        got = read_at(source, view, start + done)
+        write_at(target, view[:got], to + done)
+        done += got
+        if got < len(view):
+            break
+    return done
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Make a rename in this folder durable; a no-op where folders cannot be opened."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)

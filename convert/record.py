@@ -1,0 +1,66 @@
+"""What a conversion leaves beside its output: ``conversion.json``, the decisions that no format has a place for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from convert.plan import ConversionPlan
+
+SCHEMA = "convert.record/1"
+_HEADER_BYTES = 1 << 20
+
+
+def record(plan: ConversionPlan) -> dict[str, Any]:
+    """The record of a plan: source, decisions, and the hub config with what the target layout cannot say."""
+    from convert import __version__
+
+    source = plan.source
+    return {
+        "schema": SCHEMA,
+        "tool": f"ckpt-convert {__version__}",
+        "family": plan.table.family,
+        "table": table_hash(plan.table.raw),
+        "source": {
+            "layout": source.layout,
+            "format": source.format,
+            "files": [{"name": f.name, "bytes": f.stat().st_size, "head_sha256": head_hash(f)} for f in source.files],
+        },
+        "target": {
+            "layout": plan.request.target,
+            "qk_layout": plan.table.convention_of(plan.request.target, "rope"),
+            "dtype": plan.request.dtype or "keep",
+            "tied": plan.tied,
+            "files": [{"name": f.name, "bytes": f.size, "format": f.format} for f in plan.files],
+        },
+        "notes": plan.notes,
+        "config": carried(plan.config, source.raw_config if source.layout == "hf" else source.record.get("config")),
+    }
+
+
+def carried(hub: Mapping[str, Any], more: Any = None) -> dict[str, Any]:
+    """The hub config as it is kept: RoPE in one spelling, and the source's further keys."""
+    out = {k: v for k, v in (more or {}).items() if k not in ("rope_scaling", "rope_theta", "quantization_config")}
+    out |= {k: v for k, v in hub.items() if k not in ("rope_theta", "rope_type")}
+    return out
+
+
+def table_hash(raw: Mapping[str, Any]) -> str:
+    """A fingerprint of the resolved table."""
+    text = json.dumps(raw, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def head_hash(path: Path) -> str:
+    """SHA-256 of the first MiB, which holds the header."""
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(_HEADER_BYTES)).hexdigest()
+
+
+def dump(value: Mapping[str, Any]) -> bytes:
+    """JSON as every file here is written."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,481 @@
+"""Carrying a plan out: bytes to their places, in parallel, in bounded memory, complete or not at all.
+
+Output goes to a partial folder (or file) beside the target and is renamed when everything has been written, synced and
+checked. A failure at any point removes it; nothing half-written is left under the target's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from convert.cast import CastLoss
+from convert.dtypes import DTYPES
+from convert.errors import ConvertError, Problem, UsageError
+from convert.formats.crc import crc32_combine
+from convert.plan import ConversionPlan, Output, Target, piece_rows
+from convert.platform import copy_range, sync_folder, write_at
+from convert.source import Source
+
+#: Bytes per piece that is copied inside the kernel.
+COPY_BYTES = 32 << 20
+#: How much of an output is compared with its source after writing.
+CHECK_BLOCKS = 64
+_CHECK_BYTES = 64 << 10
+
+Progress = Callable[[int], None]
+
+
+@runtime_checkable
+class Lossy(Protocol):
+    """A source that narrows values and counts what that did to them."""
+
+    dtype: str
+    loss: CastLoss
+
+
+class Cancelled(Exception):
+    """A signal arrived; the partial output has been removed."""
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a conversion did (``--json`` prints it).
+
+    Attributes:
+        out: The finished folder or file.
+        files: Files written.
+        tensors: Tensors written.
+        bytes_written: Bytes of the output.
+        seconds: Wall time, plan excluded.
+        notes: Everything assumed, substituted, dropped or ignored.
+        underflowed: Non-zero values that became zero in a narrower type.
+        checked_blocks: Blocks that were re-read and compared.
+    """
+
+    out: Path
+    files: list[str]
+    tensors: int
+    bytes_written: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+    underflowed: int = 0
+    checked_blocks: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The summary as plain data."""
+        return {
+            "schema": "convert.conversion/1",
+            "out": str(self.out),
+            "files": self.files,
+            "tensors": self.tensors,
+            "bytes": self.bytes_written,
+            "seconds": round(self.seconds, 3),
+            "underflowed": self.underflowed,
+            "checked_blocks": self.checked_blocks,
+            "notes": self.notes,
+        }
+
+
+def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool) -> None:
+    """Everything that can forbid writing to ``out``, before a byte is written.
+
+    Raises:
+        UsageError: It exists and ``overwrite`` is not given, or it is the source.
+        ConvertError: The disk is too full.
+    """
+    sources = [plan.source.path, *plan.source.files]
+    if out.exists() and any(_same(out, s) for s in (*sources, plan.source.folder)):
+        raise UsageError(f"{out} is the source itself.", hint="Choose another output.")
+    if any(s.is_dir() is False and out.resolve() == s.resolve().parent and out.exists() for s in plan.source.files):
+        raise UsageError(f"{out} holds the source.", hint="Choose another output.")
+    occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    if occupied and not overwrite:
+        raise UsageError(f"{out} exists already.", hint="--overwrite replaces it.")
+    if occupied and out.is_dir():
+        _refuse_foreign(plan, out)
+    parent = out.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < plan.nbytes:
+        raise ConvertError(
+            Problem(
+                "disk_full",
+                f"the output needs {plan.nbytes:,} bytes and {parent} has {free:,} free.",
+                found=free,
+                wanted=plan.nbytes,
+                hint="Free some space or choose another disk.",
+            )
+        )
+
+
+def _same(a: Path, b: Path) -> bool:
+    try:
+        return a.samefile(b)
+    except OSError:
+        return False
+
+
+def _refuse_foreign(plan: ConversionPlan, out: Path) -> None:
+    """``--overwrite`` replaces a checkpoint, never a folder in which somebody keeps other things."""
+    from convert.locate import CONFIG_NAMES, INDEX_NAMES, RECORD_NAME, SUFFIXES
+
+    known = {f.name for f in plan.files} | set(plan.sidecars) | {RECORD_NAME, *CONFIG_NAMES, *INDEX_NAMES}
+    harmless = (".json", ".txt", ".model", ".jinja", ".md", *SUFFIXES)
+    foreign = [p.name for p in out.iterdir() if p.is_dir() or (p.name not in known and p.suffix not in harmless)]
+    if foreign:
+        raise UsageError(
+            f"{out} holds more than a checkpoint ({', '.join(sorted(foreign)[:5])}); --overwrite does not replace it.",
+            hint="Remove the folder yourself, or choose another output.",
+        )
+
+
+def run(
+    plan: ConversionPlan,
+    out: Path,
+    *,
+    threads: int = 2,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    cancel: threading.Event | None = None,
+) -> Summary:
+    """Carry out ``plan``.
+
+    Args:
+        plan: From :func:`convert.plan.make_plan`.
+        out: Target folder, or file for a single-file format.
+        threads: Workers.
+        overwrite: Replace what is there.
+        progress: Called with the number of bytes written since the last call.
+        cancel: When set, work stops and the partial output is removed.
+
+    Raises:
+        ConvertError: Values do not fit the target type, or the check after writing failed.
+        Cancelled: ``cancel`` was set.
+    """
+    check_target(plan, out, overwrite=overwrite)
+    started = time.perf_counter()
+    partial = _claim(out)
+    writer = _Writer(plan, partial, progress or (lambda _: None), cancel or threading.Event())
+    try:
+        writer.write(threads)
+        for name, value in plan.sidecars.items():
+            _sidecar(partial, name, value)
+        checked = writer.check()
+        _commit(partial, out, single=plan.single_file)
+    except BaseException:
+        writer.close()
+        _remove(partial)
+        raise
+    finally:
+        writer.close()
+    loss = sum(c.loss.underflowed for c in writer.casts)
+    notes = list(plan.notes)
+    if loss:
+        notes.append(f"{loss:,} non-zero values became zero in the narrower type")
+    return Summary(
+        out=out,
+        files=[f.name for f in plan.files] + sorted(plan.sidecars),
+        tensors=sum(len(f.entries) for f in plan.files),
+        bytes_written=plan.nbytes,
+        seconds=time.perf_counter() - started,
+        notes=notes,
+        underflowed=loss,
+        checked_blocks=checked,
+    )
+
+
+def _claim(out: Path) -> Path:
+    """Make the partial folder; its existence keeps a second run to the same target out."""
+    partial = out.with_name(out.name + ".partial")
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    lock = partial / ".lock"
+    if partial.exists():
+        if _alive(lock):
+            raise ConvertError(
+                Problem("busy", f"another conversion is writing {out}.", file=str(partial), hint="Wait for it, or choose another output.")
+            )
+        _remove(partial)
+    try:
+        partial.mkdir()
+    except FileExistsError:
+        raise ConvertError(Problem("busy", f"another conversion is writing {out}.", file=str(partial))) from None
+    lock.write_text(str(os.getpid()))
+    return partial
+
+
+def _alive(lock: Path) -> bool:
+    try:
+        pid = int(lock.read_text())
+        os.kill(pid, 0)
+    except (OSError, ValueError):
+        return False
+    return pid != os.getpid()
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sidecar(folder: Path, name: str, value: bytes | Path) -> None:
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as file:
+        if isinstance(value, bytes):
+            file.write(value)
+        else:
+            with value.open("rb") as source:
+                shutil.copyfileobj(source, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _commit(partial: Path, out: Path, *, single: bool) -> None:
+    (partial / ".lock").unlink(missing_ok=True)
+    sync_folder(partial)
+    if single:
+        for path in sorted(partial.iterdir(), key=lambda p: p.name == out.name):
+            os.replace(path, out.with_name(path.name))
+        partial.rmdir()
+    elif out.exists():
+        old = out.with_name(out.name + ".replaced")
+        _remove(old)
+        os.replace(out, old)
+        os.replace(partial, out)
+        _remove(old)
+    else:
+        os.replace(partial, out)
+    sync_folder(out.absolute().parent)
+
+
+class _Writer:
+    """The open files of one run and the pieces that go into them."""
+
+    def __init__(self, plan: ConversionPlan, folder: Path, progress: Progress, cancel: threading.Event) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.progress = progress
+        self.cancel = cancel
+        self.fds: list[int] = []
+        self.casts = list(_casts(plan))
+        self._crcs: list[dict[str, list[tuple[int, int, int]]]] = [{} for _ in plan.files]
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        for fd in self.fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.fds = []
+
+    def write(self, threads: int) -> None:
+        for file in self.plan.files:
+            path = self.folder / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
+            self.fds.append(fd)
+            os.ftruncate(fd, file.size)
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            self._drain(pool, threads)
+        self._stop_on_overflow()
+        for number, file in enumerate(self.plan.files):
+            for offset, data in file.frame(self._joined_crcs(number)):
+                write_at(self.fds[number], data, offset)
+        for fd in self.fds:
+            os.fsync(fd)
+
+    def _drain(self, pool: ThreadPoolExecutor, threads: int) -> None:
+        """Feed pieces to the workers, a few at a time, so that a failure stops at once."""
+        pending: set[Future[None]] = set()
+        try:
+            for piece in self._pieces():
+                if len(pending) >= 4 * threads:
+                    done, pending = wait(pending, return_when="FIRST_COMPLETED")
+                    for future in done:
+                        future.result()
+                if self.cancel.is_set():
+                    raise Cancelled
+                pending.add(pool.submit(self._guarded, *piece))
+            done, _ = wait(pending, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        except BaseException:
+            self.cancel.set()
+            raise
+        if self.cancel.is_set():
+            raise Cancelled
+
+    def _pieces(self) -> Iterator[tuple[Output, int, int]]:
+        for output in self.plan.outputs:
+            rows = output.source.shape[0]
+            step = piece_rows(output.source)
+            if self._kernel(output, 0, min(1, rows)):
+                step = max(1, COPY_BYTES // max(1, output.source.row_bytes))
+            for start in range(0, rows, step):
+                yield output, start, min(start + step, rows)
+
+    def _kernel(self, output: Output, start: int, stop: int) -> bool:
+        """Whether these rows can move without passing through this process."""
+        plain = len(output.targets) == 1 and output.targets[0].columns is None
+        crc = self.plan.files[output.targets[0].file].needs_crc
+        return plain and not crc and output.source.extent(start, stop) is not None
+
+    def _guarded(self, output: Output, start: int, stop: int) -> None:
+        if self.cancel.is_set():
+            return
+        self._write_piece(output, start, stop)
+
+    def _write_piece(self, output: Output, start: int, stop: int) -> None:
+        source = output.source
+        if self._kernel(output, start, stop):
+            extent = source.extent(start, stop)
+            assert extent is not None
+            path, offset, count = extent
+            target = output.targets[0]
+            at = self._offset(target) + start * source.row_bytes
+            if copy_range(self.plan.source.pool.fd(path), self.fds[target.file], offset, at, count) != count:
+                raise ConvertError(Problem("truncated", f"{path.name} became shorter while it was being read.", file=str(path)))
+            self.progress(count)
+            return
+        block = source.read(start, stop)
+        for target in output.targets:
+            part = block if target.columns is None else np.ascontiguousarray(block[:, slice(*target.columns)])
+            raw = memoryview(np.ascontiguousarray(part).view(np.uint8)).cast("B")
+            row = len(raw) // max(1, stop - start)
+            write_at(self.fds[target.file], raw, self._offset(target) + start * row)
+            if self.plan.files[target.file].needs_crc:
+                with self._lock:
+                    self._crcs[target.file].setdefault(target.name, []).append((start, len(raw), zlib.crc32(raw)))
+            self.progress(len(raw))
+
+    def _offset(self, target: Target) -> int:
+        return self.plan.files[target.file].offsets[target.name]
+
+    def _joined_crcs(self, number: int) -> dict[str, int]:
+        out = {}
+        for name, pieces in self._crcs[number].items():
+            crc = 0
+            for _, length, value in sorted(pieces):
+                crc = crc32_combine(crc, value, length)
+            out[name] = crc
+        return out
+
+    def _stop_on_overflow(self) -> None:
+        problems = []
+        for output in self.plan.outputs:
+            for cast in _within(output.source):
+                if cast.loss.overflowed:
+                    name = output.targets[0].name
+                    problems.append(
+                        Problem(
+                            "overflow",
+                            f"{name!r}: {cast.loss.overflowed:,} values are too large for {cast.dtype} and would become infinite.",
+                            tensor=name,
+                            found=cast.loss.overflowed,
+                            wanted=0,
+                            hint="Choose --dtype bfloat16 or float32.",
+                        )
+                    )
+        if problems:
+            raise ConvertError(problems)
+
+    def check(self) -> int:
+        """Re-read what was written: sizes, headers, and blocks spread over the tensors against their source."""
+        for file, fd in zip(self.plan.files, self.fds, strict=True):
+            if os.fstat(fd).st_size != file.size:
+                raise _check_failed(file.name, f"has {os.fstat(fd).st_size:,} bytes, planned were {file.size:,}")
+            self._check_header(file.name, file.format)
+        chosen = self.plan.outputs
+        if len(chosen) > CHECK_BLOCKS:
+            chosen = [chosen[i] for i in sorted({int(x) for x in np.linspace(0, len(chosen) - 1, CHECK_BLOCKS)})]
+        for number, output in enumerate(chosen):
+            self._check_block(output, number)
+        return len(chosen)
+
+    def _check_header(self, name: str, format: str) -> None:
+        if format != "safetensors":
+            return
+        from convert.formats import safetensors
+
+        read = safetensors.read(self.folder / name)
+        file = next(f for f in self.plan.files if f.name == name)
+        for entry in file.entries:
+            spec = read.tensors.get(entry.name)
+            if spec is None or (spec.dtype, spec.shape, spec.offset) != (entry.dtype, entry.shape, file.offsets[entry.name]):
+                raise _check_failed(name, f"does not hold {entry.name!r} as planned")
+
+    def _check_block(self, output: Output, number: int) -> None:
+        source = output.source
+        rows = source.shape[0]
+        step = min(rows, max(source.align, _CHECK_BYTES // max(1, source.row_bytes) // source.align * source.align))
+        if rows == 0 or (source.whole and source.row_bytes * rows > 8 << 20):
+            return
+        blocks = max(1, rows // step)
+        start = (number * 7919 % blocks) * step
+        block = source.read(start, min(start + step, rows))
+        for target in output.targets:
+            part = block if target.columns is None else np.ascontiguousarray(block[:, slice(*target.columns)])
+            want = np.ascontiguousarray(part).tobytes()
+            row = len(want) // len(block)
+            got = _read(self.fds[target.file], len(want), self._offset(target) + start * row)
+            if got != want:
+                raise _check_failed(self.plan.files[target.file].name, f"differs from the source in {target.name!r} at row {start}")
+
+
+def _read(fd: int, count: int, offset: int) -> bytes:
+    from convert.platform import read_at
+
+    buffer = bytearray(count)
+    read_at(fd, memoryview(buffer), offset)
+    return bytes(buffer)
+
+
+def _check_failed(name: str, what: str) -> ConvertError:
+    return ConvertError(
+        Problem(
+            "check",
+            f"the check after writing failed: {name} {what}.",
+            file=name,
+            hint="The output was removed. Did the source change meanwhile, or is the disk failing?",
+        )
+    )
+
+
+def _casts(plan: ConversionPlan) -> Iterator[Lossy]:
+    seen: set[int] = set()
+    for output in plan.outputs:
+        for cast in _within(output.source):
+            if id(cast) not in seen:
+                seen.add(id(cast))
+                yield cast
+
+
+def _within(source: Source) -> Iterator[Lossy]:
+    """The sources inside a composed one that narrow values."""
+    if isinstance(source, Lossy):
+        yield source
+    inner = getattr(source, "source", None)
+    if isinstance(inner, Source):
+        yield from _within(inner)
+    for part in getattr(source, "parts", ()):
+        yield from _within(part)
+
+
+def dtype_name(plan: ConversionPlan) -> str:
+    """The type most bytes of the output have."""
+    count: dict[str, int] = {}
+    for file in plan.files:
+        for entry in file.entries:
+            count[entry.dtype] = count.get(entry.dtype, 0) + DTYPES[entry.dtype].nbytes(entry.shape)
+    return max(count, key=lambda k: count[k]) if count else "F32"

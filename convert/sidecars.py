@@ -1,0 +1,175 @@
+"""The files beside the weights: configs, index, tokenizer, and the record of the conversion.
+
+Everything small is decided and built here before any weight is touched, so that a missing tokenizer or a config that
+the target cannot hold stops in the first second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from convert import config as configs
+from convert.errors import ConvertError, Problem
+from convert.formats.spec import Entry
+from convert.plan import ConversionPlan
+from convert.record import dump, record
+
+#: Files of a Hugging Face folder that belong to the tokenizer or to generation, and are carried as they are.
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def add_sidecars(plan: ConversionPlan) -> None:
+    """Put the target layout's files into ``plan.sidecars``.
+
+    Raises:
+        ConvertError: The config cannot be written, or a tokenizer is there and cannot be converted.
+    """
+    dtype = _common_type(plan)
+    target = plan.request.target
+    if target == "gguf":
+        return  # everything lies inside the file, :mod:`convert.gguf_plan`
+    ids = _tokenizer(plan)
+    if target == "hf":
+        carried = plan.source.raw_config if plan.source.layout == "hf" else plan.source.record.get("config")
+        config = configs.to_hf(plan.table, plan.config, dtype, carried)
+        for key, value in ids.items():
+            config.setdefault(key, value)
+        plan.config.setdefault("bos_token_id", config.get("bos_token_id"))
+        plan.sidecars["config.json"] = dump(config)
+        if "generation_config.json" not in plan.sidecars:
+            plan.sidecars["generation_config.json"] = dump(_generation(config))
+        if len(plan.files) > 1:
+            plan.sidecars["model.safetensors.index.json"] = dump(_index(plan))
+        _note_context(plan)
+    elif target == "meta":
+        plan.sidecars["params.json"] = dump(configs.to_meta(plan.table, plan.config))
+        plan.config |= {k: v for k, v in ids.items() if plan.config.get(k) is None}
+    elif target == "scratch":
+        config = configs.to_scratch(
+            plan.table,
+            plan.config,
+            dtype,
+            book_class=plan.request.book_class,
+            reference=plan.request.allow_reference,
+        )
+        if plan.table.names_file:
+            config |= {"names": plan.table.names_file, "class": None}
+        plan.sidecars["scratch_config.json"] = dump(config)
+        plan.config |= {k: v for k, v in ids.items() if plan.config.get(k) is None}
+        _note_context(plan)
+    plan.sidecars["conversion.json"] = dump(record(plan))
+
+
+def _note_context(plan: ConversionPlan) -> None:
+    stated = plan.source.raw_config
+    known = {row.names.get(plan.source.layout, row.key) for row in plan.table.config.values() if row.key == "max_position_embeddings"}
+    recorded = plan.source.record.get("config", {})
+    arch = plan.table.gguf_arch or ""
+    said = any((k or "").replace("{arch}", arch) in stated for k in known) or "max_position_embeddings" in recorded
+    if said or plan.source.options.context is not None or plan.source.options.size is not None:
+        return
+    plan.notes.append(
+        f"the source does not say how many positions it was made for; {plan.config['max_position_embeddings']} is assumed "
+        "(--context N states it)"
+    )
+
+
+def _common_type(plan: ConversionPlan) -> str:
+    count: dict[str, int] = {}
+    for file in plan.files:
+        for entry in file.entries:
+            count[entry.dtype] = count.get(entry.dtype, 0) + entry.nbytes
+    return max(count, key=lambda k: count[k])
+
+
+def _index(plan: ConversionPlan) -> dict[str, Any]:
+    entries: list[tuple[str, Entry]] = [(f.name, e) for f in plan.files for e in f.entries]
+    return {
+        "metadata": {
+            "total_parameters": sum(_count(e) for _, e in entries),
+            "total_size": sum(e.nbytes for _, e in entries),
+        },
+        "weight_map": {e.name: name for name, e in entries},
+    }
+
+
+def _count(entry: Entry) -> int:
+    out = 1
+    for n in entry.shape:
+        out *= n
+    return out
+
+
+def _generation(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers would write for a model without its own generation settings."""
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {"_from_model_config": True} | {k: config[k] for k in keys if config.get(k) is not None}
+
+
+def _tokenizer(plan: ConversionPlan) -> dict[str, Any]:
+    """Carry or rebuild the tokenizer; returns the special token ids it knows.
+
+    A tokenizer that cannot be rebuilt stops a conversion to Hugging Face, whose folders should load as they are; the
+    other layouts have no place for one, and it is a remark.
+    """
+    if not plan.request.tokenizer:
+        return {}
+    source = plan.source
+    ids: dict[str, Any] = {}
+    try:
+        if source.layout == "gguf":
+            from convert.tokenizer.from_gguf import hf_files, special_ids
+
+            plan.sidecars |= hf_files(source.metadata)
+            ids = dict(special_ids(source.metadata))
+        else:
+            plan.sidecars |= {n: source.folder / n for n in CARRIED if (source.folder / n).is_file()}
+            if plan.request.target == "hf" and "tokenizer.json" not in plan.sidecars:
+                ids = _built(plan)
+    except ConvertError as error:
+        if plan.request.target == "hf":
+            raise
+        plan.notes.append(f"no tokenizer files: {error.problems[0].message}")
+    return ids
+
+
+def _built(plan: ConversionPlan) -> dict[str, Any]:
+    """Hugging Face files from ``tokenizer.model`` (SentencePiece or tiktoken) or vocab and merges."""
+    from convert.tokenizer.source import find, read_tokenizer
+    from convert.tokenizer.to_hf import hf_files_from
+
+    if find(plan.source.folder) is None:
+        plan.notes.append("no tokenizer lies beside the source; none is written")
+        return {}
+    tokenizer = read_tokenizer(plan.source.folder)
+    plan.notes += tokenizer.notes
+    rows = int(plan.config["vocab_size"])
+    if len(tokenizer.tokens) > rows:
+        raise ConvertError(
+            Problem(
+                "vocabulary",
+                f"the tokenizer has {len(tokenizer.tokens):,} tokens, but the embedding has {rows:,} rows.",
+                found=len(tokenizer.tokens),
+                wanted=rows,
+                hint="The tokenizer belongs to another model; --no-tokenizer converts the weights alone.",
+            )
+        )
+    plan.sidecars |= {name: data for name, data in hf_files_from(tokenizer).items() if name not in plan.sidecars}
+    return {f"{role}_token_id": i for role, i in tokenizer.special.items() if role in ("bos", "eos", "pad")}
+
+
+def sidecar_text(value: bytes | Path) -> str:
+    """The text of a small sidecar, for dry runs and tests."""
+    return (value if isinstance(value, bytes) else value.read_bytes()).decode("utf-8", "replace")
