@@ -47,7 +47,7 @@ class Bench:
         out = self.folder / row.out
         command = self._convert(row.arguments + " --quiet --verify never", src=source, out=out)
         times, copies, peaks = [], [], []
-        for turn in range(self.runs + 1):
+        for turn in range(min(self.runs, row.runs or self.runs) + 1):
             remove(out)
             done = run(command, self.log, row.env)
             if done.code:
@@ -61,6 +61,7 @@ class Bench:
                 copies.append(copied)
             peaks.append(done.peak)
         ours, cp = median(times), median(copies)
+        raw = self._raw() if row.raw else None
         result: Result = {
             "name": row.name,
             "seconds": times,
@@ -72,7 +73,11 @@ class Bench:
             "bytes": largest,
             "peak": max(peaks),
             "peak_limit": row.peak,
-            "ok": max(peaks) <= row.peak and (row.ratio is None or ours <= row.ratio * cp + 0.5),
+            "raw": raw,
+            "raw_limit": row.raw,
+            "ok": max(peaks) <= row.peak
+            and (row.ratio is None or ours <= row.ratio * cp + 0.5)
+            and (raw is None or row.raw is None or ours <= row.raw * raw + 0.5),
         }
         if row.peer:
             result["peer"] = self._peer(row.peer, [str(source), str(out)], cp)
@@ -90,6 +95,10 @@ class Bench:
             "peak": max(r.peak for r in runs),
             "ratio": seconds / cp if cp else None,
         }
+
+    def _raw(self) -> float:
+        """Seconds that ggml alone needs on all cores, the better of two."""
+        return min(float(run([sys.executable, str(PEERS / "raw_ggml.py")], self.log).output) for _ in range(2))
 
     def load(self) -> Result:
         """Filling the book's class: ours against the book's own loader."""

@@ -26,9 +26,12 @@ def _row(result: dict[str, Any]) -> list[str]:
     if "error" in result:
         return [f"`{result['name']}`", "did not run", "", "", "", ""]
     limit = f"≤ {result['ratio_limit']:g} × cp + 0.5 s" if result["ratio_limit"] else ""
+    time = f"{result['ratio']:.2f} × cp"
+    if result.get("raw"):
+        time, limit = f"{result['median'] / result['raw']:.2f} × ggml alone", f"≤ {result['raw_limit']:g} × ggml"
     return [
         f"`{result['name']}`",
-        f"{result['ratio']:.2f} × cp",
+        time,
         limit,
         _mib(result["peak"]),
         f"≤ {_mib(result['peak_limit'])}",
