@@ -1,7 +1,7 @@
 """What ggml alone needs to quantise the model's weights as q4_k_m on all cores: no reading, no writing.
 
-Prints the seconds. Llama 3.2 1B's shape (16 layers); the usual mixture: the tied embedding, and value and down matrices of
-half the layers as Q6_K, the rest as Q4_K. One block of random values is quantised again and again.
+Prints the seconds. Llama 3.2 1B's shape (16 layers); the usual mixture: the tied embedding, and value and down
+matrices of half the layers, as Q6_K, the rest as Q4_K. One block of random values is quantised again and again.
 """
 
 import ctypes
