@@ -173,6 +173,7 @@ class _Storages:
         if entry is None:
             self._problem("missing_storage", f"storage {storage.key[:80]!r} is missing from the archive")
             return None
+        offset = self.directory.data_offset(entry)
         size = DTYPES[storage.dtype].block_bytes if storage.dtype in DTYPES else 0
         if size and entry.size != storage.numel * size:
             self._problem(
@@ -181,7 +182,6 @@ class _Storages:
                 f"elements of {storage.dtype} need {min(storage.numel, _MAX_ELEMENTS) * size:,}",
             )
             return None
-        offset = self.directory.data_offset(entry)
         return offset, entry.size, entry.crc or None if self.has_crcs else None
 
     def _bad(self, storage: StorageRef, why: str) -> Placeholder:
