@@ -88,7 +88,7 @@ class Summary:
         }
 
 
-def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool) -> None:
+def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool, force: bool = False) -> None:
     """Everything that can forbid writing to ``out``, before a byte is written.
 
     Raises:
@@ -109,14 +109,14 @@ def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool) -> None:
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
-    if free < plan.nbytes:
+    if free < plan.nbytes and not force:
         raise ConvertError(
             Problem(
                 "disk_full",
                 f"the output needs {plan.nbytes:,} bytes and {parent} has {free:,} free.",
                 found=free,
                 wanted=plan.nbytes,
-                hint="Free some space or choose another disk.",
+                hint="Free some space or choose another disk; --force tries all the same.",
             )
         )
 
@@ -148,6 +148,7 @@ def run(
     *,
     threads: int = 2,
     overwrite: bool = False,
+    force: bool = False,
     progress: Progress | None = None,
     cancel: threading.Event | None = None,
 ) -> Summary:
@@ -158,6 +159,7 @@ def run(
         out: Target folder, or file for a single-file format.
         threads: Workers.
         overwrite: Replace what is there.
+        force: Write although free space looks too small.
         progress: Called with the number of bytes written since the last call.
         cancel: When set, work stops and the partial output is removed.
 
@@ -165,7 +167,7 @@ def run(
         ConvertError: Values do not fit the target type, or the check after writing failed.
         Cancelled: ``cancel`` was set.
     """
-    check_target(plan, out, overwrite=overwrite)
+    check_target(plan, out, overwrite=overwrite, force=force)
     started = time.perf_counter()
     partial = _claim(out)
     writer = _Writer(plan, partial, progress or (lambda _: None), cancel or threading.Event())

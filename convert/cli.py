@@ -1,0 +1,175 @@
+"""The command line: parse, call one function, map errors to exit codes. The only printing is here and in commands/.
+
+Exit codes: 0 good, 1 findings or failure, 2 usage (also the wrong command for a source), 3 weak verification, 130 and
+143 for SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import click
+
+from convert import __version__
+from convert.errors import ConvertError
+
+#: Command name → module of :mod:`convert.commands` and its attribute. Imported when the command is used, so that
+#: ``--help`` stays fast.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "hf-to-scratch": ("conversions", "hf_to_scratch", "Hugging Face → from-scratch PyTorch names."),
+    "scratch-to-hf": ("conversions", "scratch_to_hf", "From-scratch PyTorch names → Hugging Face."),
+    "meta-to-hf": ("conversions", "meta_to_hf", "Meta original → Hugging Face."),
+    "hf-to-meta": ("conversions", "hf_to_meta", "Hugging Face → Meta original."),
+    "meta-to-scratch": ("conversions", "meta_to_scratch", "Meta original → from-scratch PyTorch names."),
+    "scratch-to-meta": ("conversions", "scratch_to_meta", "From-scratch PyTorch names → Meta original."),
+    "gguf-to-hf": ("conversions", "gguf_to_hf", "GGUF → Hugging Face."),
+    "gguf-to-scratch": ("conversions", "gguf_to_scratch", "GGUF → from-scratch PyTorch names."),
+    "gguf-to-meta": ("conversions", "gguf_to_meta", "GGUF → Meta original."),
+    "to": ("conversions", "to", "Any source → the LAYOUT named."),
+    "inspect": ("inspect", "command", "What a checkpoint is: format, layout, sizes, RoPE, memory."),
+    "validate": ("validate", "command", "Whether every tensor is there, once, in the right shape."),
+    "verify": ("verify", "command", "Run two checkpoints and compare their logits."),
+    "tables": ("tables", "command", "Show, check and start mapping tables and names files."),
+    "families": ("families", "command", "The model families that have a table."),
+}
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All command names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(import_module(f"convert.commands.{module}"), attribute)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Say which commands come near a misspelt one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, n=3)
+            if near:
+                error.message += f" Did you mean {' or '.join(near)}?"
+            raise
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List commands from the table, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_) for name, (_, _, help_) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="convert")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Convert Llama-family checkpoints between Meta, Hugging Face, from-scratch and GGUF layouts, and verify them."""
+    ctx.ensure_object(dict)["debug"] = debug
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script."""
+    sys.exit(run(cli, argv))
+
+
+def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    previous = _on_sigterm()
+    try:
+        result = group.main(args, prog_name="convert", standalone_mode=False)
+        return int(result) if isinstance(result, int) else 0
+    except ConvertError as error:
+        _show(error, debug)
+        return error.exit_code
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("Interrupted; nothing was left behind.", err=True)
+        return 130
+    except Terminated:
+        click.echo("Terminated; nothing was left behind.", err=True)
+        return 143
+    except BrokenPipeError:
+        _silence_stdout()
+        return 1
+    except Exception as error:
+        return _unexpected(error, debug)
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _on_sigterm() -> Any:
+    def stop(*_: Any) -> None:
+        raise Terminated
+
+    try:
+        return signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        return None
+
+
+def _show(error: ConvertError, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    from convert.report import fold_problems
+
+    problems = fold_problems(error.problems)
+    for problem in problems[:30]:
+        click.echo(f"error: {problem.message}", err=True)
+        if problem.hint:
+            click.echo(f"       {problem.hint}", err=True)
+    if len(problems) > 30:
+        click.echo(f"… and {len(problems) - 30} more.", err=True)
+
+
+def _unexpected(error: Exception, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+        return 1
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        click.echo(f"error: {error.strerror or error}{where}.", err=True)
+        return 1
+    if isinstance(error, MemoryError):
+        click.echo("error: out of memory. Use fewer --threads.", err=True)
+        return 1
+    click.echo(f"error: {type(error).__name__}: {error}. This is a bug; --debug shows where.", err=True)
+    return 1
+
+
+def _silence_stdout() -> None:
+    """The reader of our output has gone; keep the interpreter from complaining at exit."""
+    import os
+
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+
+
+Command = Callable[..., Any]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The conversion commands: ``hf-to-scratch`` and its siblings, and ``to``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from convert.commands.options import Size, conversion_options, output_options, source_options, stack
+
+if TYPE_CHECKING:
+    from convert.plan import ConversionPlan
+    from convert.run import Summary
+
+_LAYOUTS = {"hf": "a Hugging Face folder", "meta": "a Meta folder", "scratch": "a from-scratch folder", "gguf": "a GGUF file"}
+
+_target_options = {
+    "hf": stack(
+        click.option(
+            "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest file; more become shards."
+        ),
+    ),
+    "meta": stack(
+        click.option(
+            "--model-parallel", type=click.IntRange(1, 64), default=1, show_default=True, help="Number of consolidated files."
+        ),
+    ),
+    "scratch": stack(
+        click.option(
+            "--format", type=click.Choice(["safetensors", "pth"]), default="safetensors", show_default=True, help="File format."
+        ),
+    ),
+}
+_UNSET: dict[str, Any] = {}
+
+
+def _command(source: str | None, target: str) -> click.Command:
+    """The command ``source-to-target``."""
+
+    @click.argument("src", metavar="SRC")
+    @click.argument("out", metavar="OUT")
+    def callback(src: str, out: str, **options: Any) -> int:
+        return convert(src, out, target=target, source=source, **options)
+
+    decorated = stack(_target_options.get(target, lambda f: f), conversion_options, source_options, output_options)(callback)
+    what = _LAYOUTS[source] if source else "any checkpoint"
+    return click.command(
+        f"{source}-to-{target}",
+        help=f"Convert {what} to {_LAYOUTS[target]}.\n\nSRC is a folder or a file; OUT is made.",
+    )(decorated)
+
+
+hf_to_scratch = _command("hf", "scratch")
+scratch_to_hf = _command("scratch", "hf")
+meta_to_hf = _command("meta", "hf")
+hf_to_meta = _command("hf", "meta")
+meta_to_scratch = _command("meta", "scratch")
+scratch_to_meta = _command("scratch", "meta")
+gguf_to_hf = _command("gguf", "hf")
+gguf_to_scratch = _command("gguf", "scratch")
+gguf_to_meta = _command("gguf", "meta")
+
+
+@click.group("to", help="Convert any source to LAYOUT; the source is recognised.", subcommand_metavar="LAYOUT SRC OUT")
+def to() -> None:
+    """Commands per target layout."""
+
+
+for _target in ("hf", "meta", "scratch"):
+    to.add_command(_command(None, _target), _target)
+
+
+def convert(
+    src: str,
+    out: str,
+    *,
+    target: str,
+    source: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    verify: str,
+    threads: int,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    debug: bool,
+    no_tokenizer: bool,
+    **options: Any,
+) -> int:
+    """Plan, convert, check, and verify where asked; returns the exit code."""
+    from convert.conversion import plan_conversion
+    from convert.run import run
+
+    names = options.get("names")
+    plan = plan_conversion(src, target, source_layout=source, tokenizer=not no_tokenizer, **options)
+    path = Path(out)
+    if dry_run:
+        from convert.commands.dry_run import show_plan
+
+        show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite)
+        return 0
+    with _progress(plan, quiet=quiet or as_json) as progress:
+        summary = run(plan, path, threads=threads, overwrite=overwrite, force=force, progress=progress)
+    outcome = _verify(plan, path, verify, names, quiet=quiet or as_json)
+    if as_json:
+        click.echo(json.dumps(summary.as_json() | {"verify": outcome.report}, indent=2))
+    elif not quiet:
+        _tell(plan, summary)
+        if outcome.text:
+            click.echo(outcome.text)
+    return outcome.code
+
+
+@contextmanager
+def _progress(plan: ConversionPlan, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar with bytes, rate and time left on a terminal; silence otherwise."""
+    import sys
+
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    total = sum(e.nbytes for f in plan.files for e in f.entries)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("converting", total=total)
+        yield lambda n: bar.advance(task, n)
+
+
+class _Outcome:
+    """What verification said, and the exit code that follows."""
+
+    def __init__(self, code: int = 0, text: str = "", report: dict[str, Any] | None = None) -> None:
+        self.code = code
+        self.text = text
+        self.report = report
+
+
+def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, quiet: bool) -> _Outcome:
+    import shlex
+
+    hint = f"verify it on the CPU: convert verify {shlex.quote(str(plan.source.path))} {shlex.quote(str(out))}"
+    if mode == "never":
+        return _Outcome()
+    device = "auto"
+    if mode == "auto":
+        from convert.devices import gpu_present
+
+        if not gpu_present():
+            return _Outcome(text=f"Not run on a model (no GPU here). To {hint}")
+    from convert.checkpoint import open_checkpoint
+    from convert.devices import pick_device
+    from convert.verify import verify
+
+    if mode == "auto" and str(pick_device("auto")) == "cpu":
+        return _Outcome(text=f"Not run on a model (torch sees no GPU). To {hint}")
+    target_names = names if plan.request.target == "scratch" else None
+    with open_checkpoint(out, **({"names": target_names} if target_names else {})) as made:
+        result = verify(plan.source, made, device=device, on_step=None if quiet else lambda s: click.echo(s, err=True))
+    code = {"pass": 0, "fail": 1, "weak": 3}[result.verdict]
+    text = f"verify: {result.verdict}. {result.message}"
+    if result.verdict == "fail":
+        failed = out.with_name(out.name + ".failed")
+        out.replace(failed)
+        text += f" The output was renamed to {failed}."
+    return _Outcome(code, text, result.as_json())
+
+
+def _tell(plan: ConversionPlan, summary: Summary) -> None:
+    from convert.report import human_bytes
+
+    rate = summary.bytes_written / max(summary.seconds, 1e-9)
+    click.echo(
+        f"{plan.source.path} ({plan.source.family}, {plan.source.layout}) → {summary.out} ({plan.request.target}): "
+        f"{summary.tensors} tensors, {human_bytes(summary.bytes_written)} in {summary.seconds:.1f} s ({human_bytes(rate)}/s)"
+    )
+    for note in summary.notes:
+        click.echo(f"  note: {note}")
+    click.echo(f"Checked after writing: sizes, headers, {summary.checked_blocks} sampled blocks.")

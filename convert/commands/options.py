@@ -1,0 +1,90 @@
+"""Options that several commands share, and how sizes are typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class Size(click.ParamType):
+    """A number of bytes: ``5GB``, ``500M``, ``1.5G``; decimal units."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse one value."""
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().upper().removesuffix("B")
+        number, unit = (text[:-1], text[-1]) if text and text[-1] in _UNITS else (text, "")
+        try:
+            size = int(float(number) * _UNITS[unit])
+        except ValueError:
+            self.fail(f"{value!r} is no size; write 5GB, 500MB or a number of bytes.", param, ctx)
+        if size <= 0:
+            self.fail("a size must be positive.", param, ctx)
+        return size
+
+
+def stack(*decorators: Decorator) -> Decorator:
+    """Apply decorators in the order in which they are listed in ``--help``."""
+
+    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+source_options = stack(
+    click.option("--family", metavar="NAME", help="Family of the model, where it is not recognised."),
+    click.option("--layout", type=click.Choice(["hf", "meta", "scratch", "gguf"]), help="Layout of the source's names."),
+    click.option(
+        "--qk-layout",
+        type=click.Choice(["meta", "hf"]),
+        help="Order the rows of Q and K really are in, whatever the names say.",
+    ),
+    click.option("--key", help="Which dict of a training checkpoint."),
+    click.option("--names", metavar="FILE", help="Names file of your own module, or llama2c, nanogpt, litgpt."),
+    click.option("--config", metavar="FILE", help="Config: config.json, params.json or the book's dict."),
+    click.option("--size", metavar="NAME", help="Published size that fills a missing config (llama3.2-1b …)."),
+    click.option("--context", type=click.IntRange(min=1), metavar="N", help="Positions, where the source does not say."),
+    click.option("--tie", type=click.Choice(["share", "copy"]), help="Head: one with the embedding, or a tensor of its own."),
+)
+
+output_options = stack(
+    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    click.option("--quiet", "-q", is_flag=True, help="Print errors only."),
+    click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+)
+
+conversion_options = stack(
+    click.option(
+        "--dtype",
+        type=click.Choice(["keep", "float32", "float16", "bfloat16"]),
+        default="keep",
+        show_default=True,
+        help="Type of the weights.",
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace an existing output."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option(
+        "--verify",
+        type=click.Choice(["auto", "always", "never"]),
+        default="auto",
+        show_default=True,
+        help="Run source and output on the reference model: auto does it when there is a GPU.",
+    ),
+    click.option("--class", "book_class", metavar="NAME", help="Variant of the book's class."),
+    click.option("--allow-reference", is_flag=True, help="Write what the book's class cannot hold, for our reference class."),
+    click.option("--no-tokenizer", is_flag=True, help="Convert the weights alone."),
+    click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers."),
+    click.option("--force", is_flag=True, help="Go on although disk space or memory look too small."),
+)
