@@ -16,6 +16,7 @@ from typing import Any
 from convert import rope
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError, FormatError, Problem, UsageError
+from convert.expr import Expr
 from convert.table import MappingTable
 
 Config = dict[str, Any]
@@ -84,10 +85,15 @@ def to_hub(table: MappingTable, layout: str, raw: Mapping[str, Any], recorded: M
     for key, value in kept.items():
         hub.setdefault(key, value)
     for key, value in defaults.items():
-        hub.setdefault(key, value)
+        hub.setdefault(key, _default(value, {**hub, **settings}, f"{table.source}: defaults.{layout}.{key}"))
     if layout == "meta" and int(hub.get("vocab_size", -1)) <= 0:
         hub.pop("vocab_size", None)
     return with_rope(hub, settings)
+
+
+def _default(value: Any, known: Mapping[str, Any], where: str) -> Any:
+    """A default of the table; a string is an expression over what the config does say and the RoPE settings."""
+    return Expr(value, where).evaluate(known.__getitem__) if isinstance(value, str) else value
 
 
 def _renamed(table: MappingTable, layout: str, raw: Mapping[str, Any]) -> Config:
