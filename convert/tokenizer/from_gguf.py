@@ -18,6 +18,7 @@ from convert.tokenizer.tokenizer import (
     CONTROL,
     NORMAL,
     SENTENCEPIECE,
+    SPACE,
     UNIGRAM,
     UNKNOWN,
     UNUSED,
@@ -73,7 +74,10 @@ def read_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(kind, "the GGUF file", tokens, types)
     special = {CONTROL: True, UNKNOWN: True, USER_DEFINED: False}
     tokenizer.added = [
-        AddedToken(index, tokens[index], special[kind]) for index, kind in enumerate(types) if kind in special
+        AddedToken(index, tokens[index], special[number])
+        for index, number in enumerate(types)
+        # A user-defined run of spaces written as ▁▁ (llama.cpp's converter) is never found in text; it is merged.
+        if number in special and not (number == USER_DEFINED and kind == SENTENCEPIECE and SPACE in tokens[index])
     ]
     _special(tokenizer, metadata, unknown)
     if kind == BYTE_LEVEL:

@@ -102,13 +102,14 @@ def _normalizer(tokenizer: Tokenizer) -> dict[str, Any]:
 def merges_of(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """The merges of a SentencePiece model: those it has, or those its scores stand for.
 
-    Only tokens that SentencePiece makes by merging count; control, unknown and byte tokens are never parts.
+    Control, unknown and byte tokens are never parts. User-defined ones are matched in the text before anything is
+    merged, but where a file keeps their spaces escaped, llama.cpp makes them by merging after all.
     """
     if tokenizer.merges or tokenizer.scores is None:
         return tokenizer.merges
     usable = [i for i, kind in enumerate(tokenizer.types) if kind in (NORMAL, USER_DEFINED, UNUSED)]
     ids = {tokenizer.tokens[index]: index for index in usable}
-    made = [index for index in usable if tokenizer.types[index] == NORMAL]
+    made = [index for index in usable if tokenizer.types[index] != UNUSED]
     return bpe.from_order(bpe.order_by_score(tokenizer.tokens, tokenizer.scores, made), ids)
 
 

@@ -10,9 +10,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from convert.formats.gguf_values import Value
 
 _SCRIPT = """
 import json, sys, urllib.request
@@ -52,15 +53,25 @@ def tokenize(
     raise AssertionError(f"llama.cpp did not answer:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
 
 
-def write_model(path: Path, keys: Mapping[str, tuple[str, Any]], *, rows: int) -> Path:
-    """A one-layer random Llama of ``rows`` vocabulary rows with the given typed tokenizer keys.
+_TYPES = {
+    "str": "STRING",
+    "u8": "UINT8",
+    "u32": "UINT32",
+    "i32": "INT32",
+    "f32": "FLOAT32",
+    "bool": "BOOL",
+}
+
+
+def write_model(path: Path, keys: Mapping[str, Value], *, rows: int) -> Path:
+    """A one-layer random Llama of ``rows`` vocabulary rows with the given tokenizer keys.
 
     The file is written by the ``gguf`` package, so that neither our writer nor our types vouch for themselves.
     """
     import gguf
     import numpy as np
 
-    types = {name: getattr(gguf.GGUFValueType, name) for name in ("UINT32", "INT32", "FLOAT32", "BOOL", "STRING")}
+    types = {ours: getattr(gguf.GGUFValueType, name) for ours, name in _TYPES.items()}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
@@ -68,11 +79,13 @@ def write_model(path: Path, keys: Mapping[str, tuple[str, Any]], *, rows: int) -
     writer.add_feed_forward_length(32)
     writer.add_head_count(4)
     writer.add_layer_norm_rms_eps(1e-5)
-    for key, (kind, value) in keys.items():
-        if kind.startswith("ARRAY["):
-            writer.add_key_value(key, list(value), gguf.GGUFValueType.ARRAY, types[kind[6:-1]])
+    for key, value in keys.items():
+        if value.type.startswith("arr:"):
+            writer.add_key_value(
+                key, list(value.value), gguf.GGUFValueType.ARRAY, types[value.type.removeprefix("arr:")]
+            )
         else:
-            writer.add_key_value(key, value, types[kind])
+            writer.add_key_value(key, value.value, types[value.type])
     rng = np.random.default_rng(0)
     names = {name: (32, 32) for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
     for name, shape in names.items():
@@ -85,3 +98,8 @@ def write_model(path: Path, keys: Mapping[str, tuple[str, Any]], *, rows: int) -
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def values(keys: Mapping[str, Value]) -> dict[str, object]:
+    """The same keys as a reader gives them: without types."""
+    return {key: value.value for key, value in keys.items()}

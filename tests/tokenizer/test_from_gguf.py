@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from convert.errors import ConvertError
+from convert.formats.gguf_values import U32, Array, Str, Value
 from convert.tokenizer import pretokenizers
 from convert.tokenizer.from_gguf import hf_files, special_ids
 
-from . import llama_cpp
+from . import llama_cpp, trained
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -63,40 +64,27 @@ def test_smollm2_in_transformers(folder: Path, multilingual: str, smollm2: dict[
 
 
 @pytest.fixture(scope="module")
-def small(multilingual: str) -> dict[str, Any]:
-    """A byte-level BPE of 600 tokens without splitting rules of its own, as plain keys."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|begin|>", "<|end|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(multilingual.splitlines(keepends=True), trainer)
-    model = json.loads(tokenizer.to_str())["model"]
+def small(multilingual: str) -> dict[str, Value]:
+    """A byte-level BPE of 600 tokens without splitting rules of its own, as GGUF keys."""
+    model = json.loads(trained.byte_level(multilingual, split=False).to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     return {
-        "tokenizer.ggml.model": ("STRING", "gpt2"),
-        "tokenizer.ggml.tokens": ("ARRAY[STRING]", tokens),
-        "tokenizer.ggml.token_type": ("ARRAY[INT32]", [3, 3] + [1] * (len(tokens) - 2)),
-        "tokenizer.ggml.merges": ("ARRAY[STRING]", [" ".join(pair) for pair in model["merges"]]),
-        "tokenizer.ggml.bos_token_id": ("UINT32", 0),
-        "tokenizer.ggml.eos_token_id": ("UINT32", 1),
+        "tokenizer.ggml.model": Str("gpt2"),
+        "tokenizer.ggml.tokens": Array("str", tokens),
+        "tokenizer.ggml.token_type": Array("i32", [3, 3] + [1] * (len(tokens) - 2)),
+        "tokenizer.ggml.merges": Array("str", [" ".join(pair) for pair in model["merges"]]),
+        "tokenizer.ggml.bos_token_id": U32(0),
+        "tokenizer.ggml.eos_token_id": U32(1),
     }
-
-
-def plain(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, (_, value) in keys.items()}
 
 
 @pytest.mark.parametrize("name", pretokenizers.names())
 def test_every_pre_tokenizer_splits_as_llama_cpp_does(
-    name: str, small: dict[str, Any], texts: list[str], tmp_path: Path
+    name: str, small: dict[str, Value], texts: list[str], tmp_path: Path
 ) -> None:
-    keys = small | {"tokenizer.ggml.pre": ("STRING", name)}
+    keys = small | {"tokenizer.ggml.pre": Str(name)}
     path = llama_cpp.write_model(tmp_path / "m.gguf", keys, rows=600)
-    rebuilt = json.loads(hf_files(plain(keys))["tokenizer.json"])
+    rebuilt = json.loads(hf_files(llama_cpp.values(keys))["tokenizer.json"])
     rebuilt["normalizer"] = None  # llama.cpp never normalises
     ours = tokenizers.Tokenizer.from_str(json.dumps(rebuilt))
     differing = []
@@ -113,8 +101,8 @@ def test_every_pre_tokenizer_splits_as_llama_cpp_does(
 
 
 @pytest.mark.parametrize("name", ["alias", "unknown", "none", "t5", "no merges", "duplicate"])
-def test_damaged_and_foreign_tokenizers(name: str, small: dict[str, Any]) -> None:
-    keys = plain(small)
+def test_damaged_and_foreign_tokenizers(name: str, small: dict[str, Value]) -> None:
+    keys = llama_cpp.values(small)
     if name == "alias":
         assert hf_files(keys | {"tokenizer.ggml.pre": "smaug-bpe"}) == hf_files(keys | {"tokenizer.ggml.pre": "dbrx"})
         return
@@ -129,8 +117,8 @@ def test_damaged_and_foreign_tokenizers(name: str, small: dict[str, Any]) -> Non
         hf_files(broken[name])
 
 
-def test_padding_is_dropped_and_added_tokens_keep_their_ids(small: dict[str, Any], multilingual: str) -> None:
-    keys = plain(small)
+def test_padding_is_dropped_and_added_tokens_keep_their_ids(small: dict[str, Value], multilingual: str) -> None:
+    keys = llama_cpp.values(small)
     tokens = [*keys["tokenizer.ggml.tokens"], "[PAD600]", "<user defined>", "<|eot|>", "[PAD603]", "[PAD604]"]
     keys |= {
         "tokenizer.ggml.tokens": tokens,
