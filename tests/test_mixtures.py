@@ -49,8 +49,8 @@ def counted(choices: dict[str, TypeChoice]) -> dict[str, int]:
     return dict(Counter(c.dtype for c in choices.values()))
 
 
-# What llama.cpp's loader printed ("- type q4_K: 193 tensors" …) in public bug reports about files of its quantiser: models
-# of 32 layers, with 32 kv heads (Llama 2 7B) and 8 (Mistral 7B, Llama 3 8B).
+# What llama.cpp's loader printed ("- type q4_K: 193 tensors" …) in public bug reports about files of its quantiser:
+# models of 32 layers, with 32 kv heads (Llama 2 7B) and 8 (Mistral 7B, Llama 3 8B).
 PUBLISHED = [
     ("q4_k_m", 32, 32, {"F32": 65, "Q4_K": 193, "Q6_K": 33}),
     ("q4_k_m", 32, 8, {"F32": 65, "Q4_K": 193, "Q6_K": 33}),
