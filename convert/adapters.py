@@ -39,6 +39,10 @@ def adapter_names(names: Iterable[str]) -> tuple[list[str], bool]:
         Those names, and whether they follow the from-scratch book's scheme (``x.lora.A``) rather than PEFT's.
     """
     found, book = [], False
+    names = list(names)
+    everything = "\n".join(names)
+    if "lora" not in everything and "adapter" not in everything and not any(p in everything for p in _PEFT_PARTS):
+        return [], False
     for name in names:
         parts = name.split(".")
         if len(parts) > 2 and parts[-2] == "lora" and parts[-1] in _BOOK_LEAVES:

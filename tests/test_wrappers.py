@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,16 @@ def test_cycles_end(tmp_path: Path) -> None:
     tree["args"] = {"again": tree}
     check(opened(tree, tmp_path), STATE)
     assert list(candidates(tree)) == []  # control: torch's own tensors are no specs
+
+
+def test_a_hostile_tree_is_walked_in_bounded_time() -> None:
+    """Long keys above many dicts, wide and deep nesting, a thousand thousand lists."""
+    leaf: Any = []
+    for _ in range(100_000):
+        leaf = [leaf]
+    tree = {"k" * 1_000_000: {str(i): {"a": {}} for i in range(50_000)}, "deep": leaf, "wide": [[]] * 1_000_000}
+    start = time.process_time()
+    with pytest.raises(FormatError) as caught:
+        unwrap(tree)
+    assert time.process_time() - start < 2
+    assert len(str(caught.value)) < 2000

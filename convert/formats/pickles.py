@@ -72,7 +72,9 @@ def load(data: bytes, *, tensor: TensorBuilder, file: str) -> Unpickled:
     gc.disable()  # half a million live tuples: each collection would walk them all and free none
     try:
         root = machine.run()
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as error:
+    except (IndexError, struct.error):
+        raise machine.damage("it ends in the middle, or takes values that are not there") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise machine.damage(f"{type(error).__name__}: {str(error)[:200]}") from None
     finally:
         if collecting:
@@ -111,24 +113,22 @@ class _Machine(StackMachine):
         data, stack, marks, memo, rare = self.data, self.stack, self.marks, self.memo, self.handlers
         push, pop, call, size, pos = stack.append, stack.pop, self.call, len(self.data), 0
         for _ in range(MAX_OPERATIONS):
-            if pos >= size:
-                self.fail("it ends without its STOP mark")
             op = data[pos]
             pos += 1
-            if op == _GET:
-                push(memo[data[pos]])
-                pos += 1
-            elif op == _LONG_PUT:
-                index = U32(data, pos)[0]
+            if op == _LONG_PUT:
+                (index,) = U32(data, pos)
                 if index >= MAX_MEMO:
                     self.fail(f"memo number {index:,}")
                 memo[index] = stack[-1]
                 pos += 4
+            elif op == _GET:
+                push(memo[data[pos]])
+                pos += 1
+            elif op == _INT2:
+                push(U16(data, pos)[0])
+                pos += 2
             elif op == _INT1:
                 push(data[pos])
-                pos += 1
-            elif op == _PUT:
-                memo[data[pos]] = stack[-1]
                 pos += 1
             elif op == _MARK:
                 marks.append(len(stack))
@@ -137,12 +137,7 @@ class _Machine(StackMachine):
                 stack[-1] = (stack[-1], last)
             elif op == _TUPLE:
                 start = marks.pop()
-                items = tuple(stack[start:])
-                del stack[start:]
-                push(items)
-            elif op == _INT2:
-                push(U16(data, pos)[0])
-                pos += 2
+                stack[start:] = [tuple(stack[start:])]
             elif op == _UNICODE:
                 end = pos + 4 + U32(data, pos)[0]
                 if end > size:
@@ -162,6 +157,9 @@ class _Machine(StackMachine):
             elif op == _INT4:
                 push(I32(data, pos)[0])
                 pos += 4
+            elif op == _PUT:
+                memo[data[pos]] = stack[-1]
+                pos += 1
             elif op == _TUPLE1:
                 stack[-1] = (stack[-1],)
             elif op == _LONG_GET:

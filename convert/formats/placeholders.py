@@ -43,6 +43,13 @@ class Placeholder:
         return state if isinstance(state, dict) else None
 
 
+def as_mapping(value: Any) -> dict[Any, Any] | None:
+    """A dict itself, what an unread subclass of dict holds, or None for anything else."""
+    if isinstance(value, Placeholder):
+        value = value.items
+    return value if isinstance(value, dict) else None
+
+
 class Known:
     """A name that the reader understands; compared by identity."""
 
