@@ -295,6 +295,7 @@ class _Run:
             return "A or B computes values that are no finite numbers.", [
                 "Scan both for NaN and Inf (validate --scan); in float16 arithmetic, try float32."
             ]
+        tensors = self._compare_tensors()
         message = (
             f"A and B are different models: their logits differ by NMSE {distance.nmse:.1e} (at most {tolerance:.1e} "
             f"would be rounding), from position {first} on; they agree on {distance.top1:.0%} of the next tokens."
@@ -309,15 +310,22 @@ class _Run:
             )
         elif first == 0:
             hints.append(
-                "Position 0 differs already, so it is not only a rotary fault: compare the tensors (norms, gate and "
-                "up, the head, the epsilon of the norms)."
+                "Position 0 differs already, so it is not only a rotary fault: think of norms, gate and up, the head, "
+                "the epsilon."
             )
-        return message, hints
+        return message, [*hints, *tensors]
+
+    def _compare_tensors(self) -> list[str]:
+        """What an exact comparison of the tensors says; it needs no trained weights."""
+        from convert.tensor_diff import diff_tensors
+
+        self.on_step("comparing the tensors")
+        return diff_tensors(self.a, self.b).lines()
 
     def _explain_weak(
         self, distance: Distance, least: tuple[Control, Distance] | None, seen: bool
     ) -> tuple[str, list[str]]:
-        hints = ["Compare the tensors themselves, bit by bit: that needs no trained weights."]
+        hints = self._compare_tensors()
         if least is None:
             return "A and B agree, but this model has no control that shows what the check can see.", hints
         if seen:

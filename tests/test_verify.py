@@ -116,7 +116,7 @@ def test_near_untrained_weights_are_weak(shape, dtype):
     a = stand_in(shape, std=0.02)
     same = run(a, stand_in(shape, std=0.02, pairing="interleaved", dtype=dtype))
     assert (same.verdict, same.exit_code) == ("weak", 3)
-    assert "bit by bit" in " ".join(same.hints)
+    assert "All 21 tensors hold equal values, 4 of them in the other rotary order" in " ".join(same.hints)
     assert not same.control_seen
     assert run(a, a).verdict == "weak"
     assert "bit-equal" in run(a, a).message
@@ -127,6 +127,8 @@ def test_near_untrained_weights_are_weak(shape, dtype):
     assert broken.verdict in ("fail", "weak")
     if shape == "std":
         assert broken.distance.nmse < 1e-4
+    assert "equal values, 4 of them" not in " ".join(broken.hints)
+    assert "att.W_query" in " ".join(broken.hints)  # what the logits cannot show, the tensors do
     if dtype == "float32":
         assert broken.verdict == "fail"
 

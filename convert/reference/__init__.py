@@ -5,6 +5,7 @@ that name in this package. Each such module offers
 
 * ``Config``: a frozen dataclass with ``from_hf(config, …)``;
 * ``Model``: the ``nn.Module``, with the interface of :class:`ReferenceModel`;
+* ``ROTARY``: what the names of tensors contain whose rows are rotary pairs;
 * ``build(config, *, pairing, tied, names, device)``: a model for a normalised Hugging Face config.
 
 This module imports no torch, names no family, and shares no code with the conversion.
@@ -74,6 +75,7 @@ class ReferenceModule(Protocol):
 
     Config: type
     Model: type[nn.Module]
+    ROTARY: tuple[str, ...]
 
     def build(
         self,

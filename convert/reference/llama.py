@@ -238,6 +238,8 @@ class Llama(nn.Module):
 
 Config = LlamaConfig
 Model = Llama
+#: What the names of tensors contain whose rows are rotary pairs.
+ROTARY = (".att.W_query.", ".att.W_key.")
 
 
 def build(

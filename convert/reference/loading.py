@@ -105,15 +105,18 @@ def read_tensor(source: Source, *, device: torch.device | str, dtype: torch.dtyp
     step = max(source.align, step // source.align * source.align)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        raw = np.ascontiguousarray(source.read(start, stop))
-        if not raw.flags.writeable:  # torch warns about memory it could write to
-            raw = raw.copy()
-        if source.dtype == "BF16":
-            block = torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
-        else:
-            block = torch.from_numpy(raw)
-        out[start:stop].copy_(block)
+        out[start:stop].copy_(block_tensor(source, start, stop))
     return out
+
+
+def block_tensor(source: Source, start: int, stop: int) -> Tensor:
+    """Rows of a source as a tensor of the type they are stored in, on the CPU."""
+    raw = np.ascontiguousarray(source.read(start, stop))
+    if not raw.flags.writeable:  # torch warns about memory it could write to
+        raw = raw.copy()
+    return (
+        torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16) if source.dtype == "BF16" else torch.from_numpy(raw)
+    )
 
 
 def _homes(model: nn.Module) -> dict[str, tuple[Tensor, list[tuple[nn.Module, str]]]]:
