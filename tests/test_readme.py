@@ -40,18 +40,18 @@ def test_family_example_loads_and_a_slip_in_it_is_seen(tmp_path):
 
 
 def test_commands_and_options_exist():
-    cli = pytest.importorskip("convert.cli")
-    commands = cli.main.commands if hasattr(cli.main, "commands") else cli.cli.commands
+    import click
+
+    from convert.cli import cli
+
+    context = click.Context(cli)
+    commands = {name: cli.get_command(context, name) for name in cli.list_commands(context)}
     lines = [line.split("#")[0].split() for block in blocks("sh") for line in block.splitlines()]
     used = [words[1] for words in lines if words and words[0] == "convert"]
     used += re.findall(r"`convert ([a-z][a-z-]+)", TEXT)
     assert len(used) > 10
     assert set(used) <= set(commands), sorted(set(used) - set(commands))
-    known = {o for c in commands.values() for p in c.params for o in p.opts}
-    known |= {o for p in getattr(cli.main, "params", []) for o in p.opts}
-    for group in commands.values():
-        for command in getattr(group, "commands", {}).values():
-            known |= {o for p in command.params for o in p.opts}
+    known = {o for c in commands.values() for p in c.params for o in p.opts} | {o for p in cli.params for o in p.opts}
     for row in re.findall(r"^\| (`--.*?) \| ", TEXT, re.MULTILINE):
         for option in re.findall(r"--[a-z-]+", row.replace("\\|", " ")):
             assert option in known, option
