@@ -43,6 +43,8 @@ def to_float32(values: Array, dtype: str, out: NDArray[np.float32] | None = None
         wide = np.empty(values.shape, np.float32) if out is None else out
         np.left_shift(values, np.uint32(16), out=wide.view(np.uint32), dtype=np.uint32, casting="unsafe")
         return wide
+    if dtype == "F16":
+        return ggml.float16_to_float32(values, out)  # type: ignore[arg-type]
     if dtype == "F32" and out is None:
         return values  # type: ignore[return-value]
     if out is None:

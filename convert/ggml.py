@@ -168,14 +168,14 @@ def float16_to_float32(values: NDArray[np.float16], out: Floats | None = None) -
 
     Args:
         values: float16, any shape and strides.
-        out: A contiguous float32 array of the same shape to fill.
+        out: A float32 array of the same shape to fill.
     """
     if out is None:
         out = np.empty(values.shape, np.float32)
-    elif out.shape != values.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-        raise ValueError(f"the buffer is {out.dtype} {list(out.shape)}, wanted contiguous float32 {list(values.shape)}")
+    elif out.shape != values.shape or out.dtype != np.float32:
+        raise ValueError(f"the buffer is {out.dtype} {list(out.shape)}, wanted float32 {list(values.shape)}")
     libraries = _libraries()
-    if libraries is None:
+    if libraries is None or not out.flags.c_contiguous:
         np.copyto(out, values)
         return out
     values = np.ascontiguousarray(values, np.float16)

@@ -71,6 +71,8 @@ def test_float16_widens_exactly(either: str) -> None:
     out = np.empty((256, 256), np.float32)
     assert ggml.float16_to_float32(values.T, out) is out
     assert (out[number.T] == values.T[number.T]).all()
+    strided = np.zeros((256, 512), np.float32)[:, ::2]
+    assert (ggml.float16_to_float32(values, strided)[number] == values[number]).all()
     with pytest.raises(ValueError, match="float64"):
         ggml.float16_to_float32(values, np.empty((256, 256)))  # type: ignore[arg-type]
 
