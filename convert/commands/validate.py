@@ -1,0 +1,49 @@
+"""``convert validate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from convert.commands.options import output_options, source_options
+
+
+@click.command("validate")
+@click.argument("src")
+@click.option("--scan", is_flag=True, help="Read every value: NaN, infinities, tensors of zeros.")
+@click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers of the scan.")
+@source_options
+@output_options
+def command(src: str, scan: bool, threads: int, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
+    """Check the checkpoint SRC: every tensor once, right shapes, whole files. Exit code 0 (sound) or 1."""
+    from convert.validate import validate
+
+    with _progress(shown=scan and not (as_json or quiet)) as progress:
+        chosen = {k: v for k, v in options.items() if v is not None}
+        found = validate(src, scan=scan, threads=threads, progress=progress, **chosen)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
+    elif not (quiet and found.ok):
+        for line in found.lines():
+            click.echo(line)
+    return found.exit_code
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[int], None] | None]:
+    """Bytes read and the rate, on a terminal only."""
+    if not shown or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("reading"), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda count: bar.advance(task, count)

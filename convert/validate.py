@@ -1,0 +1,207 @@
+"""Is a checkpoint whole and sound? Every tensor once, right shapes, whole files; with a scan, every value.
+
+Opening and matching find most (:mod:`convert.checkpoint`, :mod:`convert.match`); this module collects their findings
+instead of raising them, adds what only a second look finds, and says what to do. It converts and prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convert import config as configs
+from convert.checkpoint import Checkpoint, open_checkpoint
+from convert.dtypes import dtype
+from convert.errors import ConvertError, Problem, UsageError
+from convert.locate import INDEX_NAMES
+from convert.report import fold_names, fold_problems
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = "convert.validate/1"
+#: Folded findings that a terminal shows; the rest is in the JSON.
+_SHOWN = 16
+
+
+@dataclass(slots=True)
+class Validation:
+    """The outcome of :func:`validate`.
+
+    Attributes:
+        path: What was looked at.
+        problems: Every finding, layers not folded.
+        notes: What is odd but no fault: warnings and assumptions.
+        checked: What was checked, in words.
+        tensors: How many tensors there are; None where the checkpoint could not be opened.
+    """
+
+    path: Path
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    checked: str = ""
+    tensors: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found; notes do not count."""
+        return not self.problems
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line returns."""
+        return 0 if self.ok else 1
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that ``validate --json`` prints; its keys are documented and stable."""
+        return {
+            "schema": SCHEMA,
+            "ok": self.ok,
+            "problems": [_plain(p.as_json()) for p in self.problems],
+            "notes": self.notes,
+        }
+
+    def lines(self) -> list[str]:
+        """The verdict first, then the findings with layers folded, then what to do."""
+        notes = [f"  note: {n}" for n in self.notes]
+        if self.ok:
+            return [f"ok: {self.path}: {self.checked}", *notes]
+        folded = fold_problems(self.problems)
+        many = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        kinds = f" of {len(folded)} kinds" if 1 < len(folded) < len(self.problems) else ""
+        out = [f"NOT ok: {self.path}: {many}{kinds}"]
+        out += [f"  {p.kind}: {p.message}" for p in folded[:_SHOWN]]
+        if len(folded) > _SHOWN:
+            out.append(f"  … and {len(folded) - _SHOWN} more; --json has them all")
+        hints = list(dict.fromkeys(p.hint for p in folded[:_SHOWN] if p.hint))
+        return [*out, *notes, "What to do:", *(f"  {h}" for h in hints or ["Fetch or save the checkpoint again."])]
+
+
+def _plain(item: dict[str, Any]) -> dict[str, Any]:
+    """JSON holds no tuples, sets or paths."""
+    simple = (str, int, float, bool, list, dict, type(None))
+    out = {}
+    for key, value in item.items():
+        other = list(value) if isinstance(value, (tuple, set)) else str(value)
+        out[key] = value if isinstance(value, simple) else other
+    return out
+
+
+def validate(
+    src: str | Path | Checkpoint,
+    *,
+    model: torch.nn.Module | None = None,
+    scan: bool = False,
+    threads: int = 2,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Validation:
+    """Check a checkpoint; what is wrong with it is returned, not raised.
+
+    Args:
+        src: A folder, a file, or an opened checkpoint.
+        model: Also: would it load into this module?
+        scan: Also read every value, for NaN, infinities and tensors of zeros.
+        threads: Workers of the scan.
+        progress: Called with the bytes that the scan has read since the last call, from any thread.
+        **options: As :func:`convert.open_checkpoint`.
+
+    Raises:
+        UsageError: There is nothing at ``src``, or an option does not exist.
+    """
+    if isinstance(src, Checkpoint):
+        return _validate(src, model, scan, threads, progress)
+    try:
+        checkpoint = open_checkpoint(src, **options)
+    except UsageError:
+        raise
+    except ConvertError as error:
+        return Validation(Path(src), list(error.problems), checked="not opened")
+    with checkpoint:
+        return _validate(checkpoint, model, scan, threads, progress)
+
+
+def _validate(
+    checkpoint: Checkpoint,
+    model: torch.nn.Module | None,
+    scan: bool,
+    threads: int,
+    progress: Callable[[int], None] | None,
+) -> Validation:
+    out = Validation(checkpoint.path, notes=list(checkpoint.notes), tensors=len(checkpoint.tensors))
+    what = f"{checkpoint.family}, {checkpoint.layout} layout, {checkpoint.format}"
+    out.checked = f"{what}; {len(checkpoint.tensors)} tensors, each once, with the shapes that the config wants"
+    try:
+        matched = checkpoint.match
+    except ConvertError as error:
+        out.problems += [*checkpoint.problems, *error.problems]
+        return out
+    out.problems += matched.problems
+    out.notes += matched.notes
+    out.notes += [f"{len(matched.ignored)} tensors are no weights and are not used"] if matched.ignored else []
+    out.notes += [*_total_size(checkpoint), *_stated_dtype(checkpoint)]
+    if not matched.problems:
+        out.notes += _stated_tie(checkpoint)
+    if scan:
+        _scan(checkpoint, out, threads, progress)
+    if model is not None:
+        from convert.modules import check_module
+
+        out.problems += check_module(model, checkpoint)
+        out.checked += "; it loads into the module"
+    return out
+
+
+def _scan(checkpoint: Checkpoint, out: Validation, threads: int, progress: Callable[[int], None] | None) -> None:
+    from convert.scan import scan
+
+    matched = checkpoint.match
+    dropped = {name for name, _ in matched.ignored}
+    rows = checkpoint.table.rows
+    zero_norms = checkpoint.table.convention_of(checkpoint.layout, "norm") == "zero_centered"
+    spared = set()
+    for slot in matched.slots.values():
+        row = rows[slot.keys[0][0]]
+        if len(slot.shape) == 1 and (row.role != "norm" or zero_norms):
+            spared.add(slot.name)
+    specs = [s for name, parts in checkpoint.tensors.items() if name not in dropped for s in parts]
+    problems, zeros = scan(specs, checkpoint.pool, may_be_zero=frozenset(spared), threads=threads, progress=progress)
+    out.problems += problems
+    out.notes += [f"all zeros: {', '.join(fold_names(zeros))}"] if zeros else []
+    out.checked += "; every value read: no NaN, no infinity, no tensor of zeros"
+
+
+def _total_size(checkpoint: Checkpoint) -> list[str]:
+    """An index's total_size is used by nobody, so a wrong one is no fault; it hints at an edited folder."""
+    for name in INDEX_NAMES:
+        path = checkpoint.folder / name
+        if len(checkpoint.files) < 2 or not path.is_file():
+            continue
+        raw = configs.read_json(path)
+        metadata = raw.get("metadata") if isinstance(raw, dict) else None
+        stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+        real = sum(s.nbytes for parts in checkpoint.tensors.values() for s in parts)
+        if stated is not None and stated != real:
+            return [f"{name} says total_size = {stated}, the tensors have {real} bytes; nothing reads that number"]
+    return []
+
+
+def _stated_dtype(checkpoint: Checkpoint) -> list[str]:
+    stated = checkpoint.raw_config.get("dtype") or checkpoint.raw_config.get("torch_dtype")
+    try:
+        same = not isinstance(stated, str) or dtype(stated).name == checkpoint.dtype
+    except KeyError:
+        same = False
+    return [] if same else [f"the config says dtype {stated}, most bytes are {checkpoint.dtype}; the tensors count"]
+
+
+def _stated_tie(checkpoint: Checkpoint) -> list[str]:
+    stated = checkpoint.config.get("tie_word_embeddings")
+    if checkpoint.layout != "hf" or not stated or checkpoint.match.tied(sampled=True):
+        return []
+    return [
+        "the config says tie_word_embeddings = true, but head and embedding differ: conversions here keep both, "
+        "transformers would replace the head by the embedding; set the flag to false"
+    ]
