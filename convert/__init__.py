@@ -6,7 +6,9 @@ by what runs a model.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -47,10 +49,23 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'convert' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
-    # A function may share its module's name (convert.verify); the function is what users want.
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """A function that shares its module's name (convert.verify) is what ``convert.verify`` means, always.
+
+    Python binds a submodule to its package whenever anything imports it, which would hide the function.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
