@@ -15,6 +15,7 @@ from typing import Any
 from convert.checkpoint import Checkpoint
 from convert.dtypes import DTYPES, dtype
 from convert.errors import ConvertError, Problem, UsageError
+from convert.expr import Expr
 from convert.formats import safetensors
 from convert.formats.spec import Entry, FileLayout
 from convert.layout import Dims, Key, Slot, expand
@@ -218,7 +219,19 @@ def _omitted(plan: ConversionPlan, slot: Slot) -> bool:
 
 
 def _slot_source(plan: ConversionPlan, slot: Slot) -> Source:
-    parts = [_logical(plan, key, shape) for key, shape in zip(slot.keys, slot.shapes, strict=True)]
+    return slot_source(plan.source, slot, table=plan.table, layout=plan.request.target, dtype=plan.request.dtype)
+
+
+def slot_source(source: Checkpoint, slot: Slot, *, table: MappingTable, layout: str, dtype: str | None) -> Source:
+    """A stored tensor of ``layout`` (names of ``table``) made from ``source``, which must have matched its own table.
+
+    ``dtype`` is the canonical type, or None to keep the source's; block-quantised values then become F16.
+    """
+    to = table.convention_of(layout, "rope")
+    parts = [
+        _logical(source, key, shape, rope=table.rows[key[0]].rope, to=to, dtype=dtype)
+        for key, shape in zip(slot.keys, slot.shapes, strict=True)
+    ]
     kinds = {p.dtype for p in parts}
     if len(kinds) > 1:  # parts of a fused tensor must agree; the widest can hold all
         widest = max(kinds, key=lambda k: (DTYPES[k].block_bytes, k == "F32"))
@@ -226,23 +239,22 @@ def _slot_source(plan: ConversionPlan, slot: Slot) -> Source:
     return parts[0] if len(parts) == 1 else Joined(parts, slot.axis)
 
 
-def _logical(plan: ConversionPlan, key: Key, shape: tuple[int, ...]) -> Source:
+def _logical(
+    opened: Checkpoint, key: Key, shape: tuple[int, ...], *, rope: Expr | None, to: str, dtype: str | None
+) -> Source:
     """A logical tensor as the target stores it."""
-    matched = plan.source.match
+    matched = opened.match
     source = matched.logical.get(key)
     if source is None:
         pair = matched.tied_pair()
         assert pair and key == pair[0], key
         source = matched.logical[pair[1]]
-    wanted = plan.request.dtype
     quantized = DTYPES[source.dtype].is_quantized
-    source = values(source, wanted if wanted in ("F32", "F16", "BF16") else "F16") if quantized else source
-    row = plan.table.rows[key[0]]
-    to = plan.table.convention_of(plan.request.target, "rope")
-    if row.rope is not None and plan.source.pairing != to:
-        heads = int(plan.source.dims.value(row.rope, key[1]))
+    source = values(source, dtype if dtype in ("F32", "F16", "BF16") else "F16") if quantized else source
+    if rope is not None and opened.pairing != to:
+        heads = int(opened.dims.value(rope, key[1]))
         source = RopePermuted(source, head_dim=shape[0] // heads, to=to)
-    return Cast(source, wanted) if wanted and source.dtype != wanted else source
+    return Cast(source, dtype) if dtype and source.dtype != dtype else source
 
 
 def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None:
