@@ -12,7 +12,7 @@ import pytest
         "import convert; assert callable(convert.verify)",
         "from convert.verify import VerifyResult; import convert; assert callable(convert.verify)",
         "import convert.verify; assert callable(convert.verify)",
-        "from convert import verify; import convert.verify; assert callable(convert.verify) and verify is convert.verify",
+        "from convert import verify; import convert.verify; assert callable(verify) and verify is convert.verify",
         "import convert; convert.verify; from convert.verify import VerifyResult; assert callable(convert.verify)",
         "import convert.errors, sys; assert convert.errors.Problem; assert 'torch' not in sys.modules",
     ],
