@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import pickle
 import struct
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from convert.errors import FormatError, Problem
 from convert.formats.placeholders import Placeholder
 
 MAX_MEMO = 1_000_000
+#: Python stores one rare letter's whole text with four bytes a letter: the sum of such texts is bounded.
+MAX_WIDE_TEXT = 100 << 20
 
 U32 = struct.Struct("<I").unpack_from
 U16 = struct.Struct("<H").unpack_from
@@ -38,6 +41,7 @@ class StackMachine(ABC):
         self.data = data
         self.file = file
         self.pos = 0
+        self.wide = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -95,6 +99,14 @@ class StackMachine(ABC):
         start, self.pos = self.pos, end + 1
         return self.data[start:end]
 
+    def weighed(self, text: str) -> str:
+        """A text whose memory is counted."""
+        if not text.isascii():
+            self.wide += sys.getsizeof(text)
+            if self.wide > MAX_WIDE_TEXT:
+                self.fail(f"more than {MAX_WIDE_TEXT >> 20} MB of text")
+        return text
+
     def since_mark(self) -> list[Any]:
         """The values pushed since the last MARK."""
         start = self.marks.pop()
@@ -151,7 +163,7 @@ class StackMachine(ABC):
     def op_text(self) -> None:
         """SHORT_BINUNICODE and BINUNICODE8."""
         count = self.byte() if self.data[self.pos - 1] == 0x8C else self.take(8, U64)
-        self.stack.append(str(self.block(count), "utf-8"))
+        self.stack.append(self.weighed(str(self.block(count), "utf-8")))
 
     def op_bytes(self) -> None:
         """SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8."""
@@ -276,7 +288,7 @@ class StackMachine(ABC):
 
     def op_unicode(self) -> None:
         """UNICODE."""
-        self.stack.append(str(self.line(), "raw-unicode-escape"))
+        self.stack.append(self.weighed(str(self.line(), "raw-unicode-escape")))
 
     def op_dup(self) -> None:
         """DUP."""

@@ -142,7 +142,8 @@ class _Machine(StackMachine):
                 end = pos + 4 + U32(data, pos)[0]
                 if end > size:
                     self.fail("a text is longer than the data")
-                push(str(data[pos + 4 : end], "utf-8"))
+                text = str(data[pos + 4 : end], "utf-8")
+                push(text if text.isascii() else self.weighed(text))
                 pos = end
             elif op == _REDUCE:
                 args = pop()

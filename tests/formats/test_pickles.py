@@ -217,6 +217,8 @@ HOSTILE = {
     "copies of a huge tuple": lambda: (
         b"(" + b"N" * 200_000 + b"tq\0ctorch._utils\n_rebuild_tensor_v3\nq\1" + b"h\1h\0R0" * 500_000 + b"."
     ),
+    "short texts": lambda: b"".join(b"X\7\0\0\0" + f"{i % 1000:03d}\U0001f999".encode() for i in range(2_600_000)),
+    "one long text": lambda: b"X" + struct.pack("<I", 31_000_000) + b"a" * 30_999_996 + "\U0001f999".encode() + b".",
     "bad persistent id": lambda: b"(NNNNNtQ.",
     "memo entries": lambda: b"N" + b"".join(b"r" + struct.pack("<I", i) for i in range(1_500_000)) + b".",
     "too large": lambda: b"N" * (pickles.MAX_BYTES + 1),
@@ -250,7 +252,18 @@ def test_hostile_pickles_are_one_error_in_two_seconds(name: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("name", ["too many sets", "memo entries", "nested lists", "names", "copies of a huge tuple"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "too many sets",
+        "memo entries",
+        "short texts",
+        "one long text",
+        "nested lists",
+        "names",
+        "copies of a huge tuple",
+    ],
+)
 def test_hostile_pickles_in_300_mb(name: str) -> None:
     code = (
         "import resource, sys; sys.path[:0] = sys.argv[2:]\n"
