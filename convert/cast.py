@@ -86,16 +86,9 @@ def cast(values: Array, source: str, target: str, loss: CastLoss | None = None) 
         if loss is not None and source == "F64":
             _count(values, wide, loss)
         return wide
-    if target == "BF16":
-        narrow: Array = float32_to_bf16(wide)
-        back = to_float32(narrow, "BF16") if loss is not None else None
-    else:
-        narrow = ggml.float32_to_float16(wide)
-        back = None
-        if loss is not None:
-            _count_f16(wide, narrow, loss)
-    if loss is not None and back is not None:
-        _count(wide, back, loss)
+    narrow: Array = float32_to_bf16(wide) if target == "BF16" else ggml.float32_to_float16(wide)
+    if loss is not None:
+        _count_narrow(wide, narrow, 0x7F80 if target == "BF16" else 0x7C00, loss)
     return narrow
 
 
@@ -108,12 +101,13 @@ def _count(before: Array, after: Array, loss: CastLoss) -> None:
         loss.underflowed += zeros - int(before.size - np.count_nonzero(before))
 
 
-def _count_f16(before: NDArray[np.float32], after: Array, loss: CastLoss) -> None:
-    # On the 16-bit patterns: integer compares on half the bytes are several times faster than isinf on float16.
+def _count_narrow(before: NDArray[np.float32], after: Array, infinity: int, loss: CastLoss) -> None:
+    # On the 16-bit patterns: integer compares on half the bytes are several times faster than isinf, and comparing with
+    # zero is four times faster than numpy's count of non-zero floats.
     magnitude = after.view(np.uint16) & np.uint16(0x7FFF)
-    infinite = int(np.count_nonzero(magnitude == 0x7C00))
+    infinite = int(np.count_nonzero(magnitude == infinity))
     if infinite:
         loss.overflowed += infinite - int(np.count_nonzero(np.isinf(before)))
-    nonzero = int(np.count_nonzero(magnitude))
-    if nonzero != magnitude.size:
-        loss.underflowed += int(np.count_nonzero(before)) - nonzero
+    zeros = int(magnitude.size - np.count_nonzero(magnitude))
+    if zeros:
+        loss.underflowed += zeros - int(np.count_nonzero(before == 0))
