@@ -36,23 +36,25 @@ class Options:
         layout: Layout of the names.
         family: Family of the model.
         names: A names file, or the name of a ready-made one.
-        config: A config file of any spelling.
+        config: A config file of any spelling, or such a config as a dict.
         size: A published size that fills a missing config.
         key: Which dict of a training checkpoint.
         qk_layout: ``"meta"`` or ``"hf"``: the order Q and K really are in, whatever the names say.
         tie: ``"share"`` accepts a missing head as tied; ``"copy"`` keeps an equal head as a tensor of its own.
         context: Maximum positions, where the source does not say.
+        table: A family's table that is not among ours.
     """
 
     layout: str | None = None
     family: str | None = None
     names: str | Path | None = None
-    config: str | Path | None = None
+    config: str | Path | Mapping[str, Any] | None = None
     size: str | None = None
     key: str | None = None
     qk_layout: str | None = None
     tie: str | None = None
     context: int | None = None
+    table: MappingTable | None = None
 
 
 @dataclass
@@ -173,7 +175,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     if found.format == "safetensors":
         tensors = _strip(tensors, notes)
     raw, config_layout = _config(found, containers, chosen, wrapped)
-    table = load_names(chosen.names) if chosen.names else None
+    table = load_names(chosen.names) if chosen.names else chosen.table
     if table is not None and chosen.family and chosen.family != table.family:
         raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
     tensors = _hf_prefix(tensors, notes)
@@ -272,7 +274,9 @@ def _config(
     found: Found, containers: list[Container], options: Options, wrapped: dict[str, Any]
 ) -> tuple[dict[str, Any] | None, str | None]:
     """The raw config and whose spelling it is in."""
-    if options.config is not None:
+    if isinstance(options.config, Mapping):
+        raw, path = configs.plain(options.config), Path("config")
+    elif options.config is not None:
         path = Path(options.config)
         if not path.is_file():
             raise UsageError(f"--config {path}: no such file.")

@@ -45,6 +45,21 @@ def read_json(path: Path) -> Any:
         raise FormatError(Problem("config", f"{path.name} is not valid JSON: {error}.", file=str(path))) from None
 
 
+def plain(config: Mapping[str, Any]) -> Config:
+    """A config given as a dict, as its JSON file would hold it (a ``torch.dtype`` becomes its name)."""
+    return {str(k): _plain(v) for k, v in config.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain(value)
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return str(value).removeprefix("torch.")
+
+
 def layout_of(raw: Mapping[str, Any], tables: list[MappingTable]) -> str | None:
     """Whose spelling a config is in: ``hf``, ``meta`` or ``scratch``; None for neither."""
     if "hidden_size" in raw or "model_type" in raw or "architectures" in raw:
