@@ -79,6 +79,7 @@ def _apply(base: MappingTable, raw: Mapping[str, Any], source: str) -> MappingTa
         named |= set(parts)
     merged["refuse"] = [r for r in merged.get("refuse", []) if r["layout"] != LAYOUT or "window" in r["when"]]
     merged.pop("classes", None)
+    merged["title"] = raw.get("title", merged.get("title", base.family))
     table = build(merged, source, names_file=source)
     unnamed = [r.id for r in table.rows.values() if not r.when and not r.tied_to and r.id not in named]
     if unnamed:

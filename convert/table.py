@@ -157,7 +157,7 @@ class MappingTable:
 
 def families() -> list[str]:
     """The names of all families that have a table."""
-    return sorted(p.stem for p in mappings_dir().glob("*.toml") if "family" in _parse(p))
+    return sorted(p.stem for p in mappings_dir().glob("*.toml") if "family" in load_toml(p))
 
 
 @cache
@@ -185,7 +185,7 @@ def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
     Raises:
         TableError: Bad TOML, an unknown top-level key, or more than two levels of ``extends``.
     """
-    raw = _parse(path)
+    raw = load_toml(path)
     unknown = sorted(set(raw) - _TOP_KEYS)
     if unknown:
         raise TableError(f"{path.name}: unknown key {unknown[0]!r}.", hint=f"Known: {', '.join(sorted(_TOP_KEYS))}.")
@@ -201,7 +201,12 @@ def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
     return merge(resolve(parent, _depth=_depth + 1), raw)
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def load_toml(path: Path) -> dict[str, Any]:
+    """One file as it is.
+
+    Raises:
+        TableError: It cannot be read, or is no TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,0 +1,77 @@
+"""A names file to fill in: every tensor of a family, under the book's names, with what it is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from convert.listing import MEANINGS
+from convert.names import LAYOUT
+from convert.table import CONVENTIONS, MappingTable, TensorRow
+
+
+def skeleton(table: MappingTable, names: Mapping[str, str] | None = None, prefix: str | None = None) -> str:
+    """TOML text that loads as it is.
+
+    Args:
+        table: The family.
+        names: Row id → name (without the block's prefix) where it is known; the book's names elsewhere.
+        prefix: What stands before the names of a block.
+    """
+    known = names or {}
+    lead = table.prefix.get(LAYOUT, "") if prefix is None else prefix
+    lines = [
+        f"# Names of your own modules for the family {table.family}: {table.title}.",
+        "# Replace the names on the right by those of your model's state_dict(), then check them:",
+        "#   convert tables check THIS_FILE --against YOUR_CHECKPOINT",
+        "# Shapes and conditions are the family's and cannot be changed here.",
+        "#",
+        f"# {', '.join(f'{k} = {v[0].text}' for k, v in table.dims.items() if len(k) <= 2)}",
+        'title      = "my model"',
+        f'extends    = "{table.family}"',
+        f'prefix     = "{lead}"   # stands before every name in [block] and [[fused]]; {{l}} is the layer',
+        *_convention(table),
+    ]
+    for section in ("top", "block"):
+        lines += ["", f"[{section}]"]
+        lines += _rows([r for r in table.rows.values() if r.id.startswith(section + ".")], section, known)
+    return "\n".join([*lines, *_fused(table)]) + "\n"
+
+
+def _convention(table: MappingTable) -> Iterator[str]:
+    kinds = [k for k in CONVENTIONS if any(k in c for c in table.convention.values())]
+    if not kinds:
+        return
+    for kind in kinds:
+        choices = "; ".join(f'"{v}": {MEANINGS[v]}' for v in CONVENTIONS[kind])
+        yield f"# {kind}: {choices}"
+    said = ", ".join(f'{k} = "{table.convention_of(LAYOUT, k)}"' for k in kinds)
+    yield f"convention = {{ {said} }}   # what your code computes; a wrong one loads and then speaks nonsense"
+
+
+def _rows(rows: list[TensorRow], section: str, known: Mapping[str, str]) -> Iterator[str]:
+    cells = []
+    for row in rows:
+        name = known.get(row.id) or row.names.get(LAYOUT)
+        if name is None:
+            continue
+        notes = [f"[{', '.join(e.text for e in row.shape)}]"]
+        notes += ["only if " + " and ".join(e.text for e in row.when)] if row.when else []
+        notes += [f"may share {row.tied_to.removeprefix('top.')}"] if row.tied_to else []
+        off = "# " if row.when and row.id not in known else ""
+        cells.append((f"{off}{row.id.removeprefix(section + '.')}", f'"{name}"', ", ".join(notes)))
+    key, value = (max((len(c[i]) for c in cells), default=0) for i in (0, 1))
+    for left, middle, right in cells:
+        yield f"{left.ljust(key)} = {middle.ljust(value)}   # {right}"
+
+
+def _fused(table: MappingTable) -> list[str]:
+    """How to say that one tensor holds several rows, on the family's own attention."""
+    heads = [r.id.removeprefix("block.") for r in table.rows.values() if r.in_block and len(r.shape) == 2][:3]
+    parts = ", ".join(f'"{h}"' for h in heads)
+    return [
+        "",
+        "# Several tensors stored as one, one after the other (delete their own lines above):",
+        "# [[fused]]",
+        '# name  = "att.qkv.weight"',
+        f"# parts = [{parts}]",
+    ]
