@@ -37,6 +37,7 @@ _MODELS = {
     "gpt2": (BYTE_LEVEL, None, False, None),
     "llama": (SENTENCEPIECE, True, False, 0),
     "t5": (UNIGRAM, False, True, 2),
+    "gemma4": (SENTENCEPIECE, True, False, None),
 }
 
 
@@ -69,7 +70,20 @@ def read_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     model = metadata.get("tokenizer.ggml.model")
     if model not in _MODELS:
         raise ConvertError(_unsupported(model))
-    kind, add_bos, add_eos, unknown = _MODELS[model]
+    try:
+        return _read(metadata, *_MODELS[model])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConvertError(_damaged(f"a key of it is not as it should be ({error!r})")) from error
+
+
+def _damaged(what: str, found: Any = None, wanted: Any = None) -> Problem:
+    message = f"The tokenizer of the GGUF file cannot be used: {what}."
+    return Problem("tokenizer_damaged", message, found=found, wanted=wanted, hint=WITHOUT)
+
+
+def _read(
+    metadata: Mapping[str, Any], kind: str, add_bos: bool | None, add_eos: bool, unknown: int | None
+) -> Tokenizer:
     tokens, types = _token_list(metadata)
     tokenizer = Tokenizer(kind, "the GGUF file", tokens, types)
     special = {CONTROL: True, UNKNOWN: True, USER_DEFINED: False}
@@ -141,31 +155,32 @@ def _byte_level(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
             )
         )
     if "tokenizer.ggml.merges" not in metadata:
-        raise ConvertError(
-            Problem("tokenizer_damaged", "The GGUF file has byte-level BPE tokens but no merges.", hint=WITHOUT)
-        )
+        raise ConvertError(_damaged("it has byte-level BPE tokens but no merges"))
     tokenizer.normalizer = tokenizer.pre.normalizer
     tokenizer.ignore_merges = tokenizer.pre.ignore_merges
+    tokenizer.merges = _merges(metadata)
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    merges = []
     for line in metadata["tokenizer.ggml.merges"]:
         cut = line.find(" ", 1)  # as llama.cpp splits it: a piece may begin with a space
-        tokenizer.merges.append((line[:cut], line[cut + 1 :]))
+        if cut < 0:
+            raise ConvertError(_damaged("a merge is not two pieces with a space between", line))
+        merges.append((line[:cut], line[cut + 1 :]))
+    return merges
 
 
 def _scored(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     scores = [float(score) for score in metadata.get("tokenizer.ggml.scores", ())][: len(tokenizer.tokens)]
     if len(scores) < len(tokenizer.tokens):
-        raise ConvertError(
-            Problem(
-                "tokenizer_damaged",
-                f"The GGUF file has {len(tokenizer.tokens):,} tokens and {len(scores):,} scores.",
-                found=len(scores),
-                wanted=len(tokenizer.tokens),
-                hint=WITHOUT,
-            )
-        )
+        raise ConvertError(_damaged("scores are missing", len(scores), len(tokenizer.tokens)))
     tokenizer.scores = scores
     spm = tokenizer.kind == SENTENCEPIECE
-    tokenizer.space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", spm))
+    merged = "tokenizer.ggml.merges" in metadata  # "gemma4": SentencePiece text with merges; scores mean nothing
+    if spm and merged:
+        tokenizer.merges, tokenizer.scores = _merges(metadata), None
+    tokenizer.space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", spm and not merged))
     tokenizer.byte_fallback = spm
     tokenizer.merge_spaces = bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False))
     tokenizer.charsmap = bytes(value & 0xFF for value in metadata.get("tokenizer.ggml.precompiled_charsmap", ()))
@@ -176,15 +191,9 @@ def _token_list(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     tokens = list(metadata.get("tokenizer.ggml.tokens", ()))
     types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [NORMAL] * len(tokens)
     if not tokens or len(types) != len(tokens):
-        raise ConvertError(
-            Problem(
-                "tokenizer_damaged",
-                f"The GGUF file has {len(tokens):,} tokens and {len(types):,} token types.",
-                found=len(types),
-                wanted=len(tokens),
-                hint=WITHOUT,
-            )
-        )
+        raise ConvertError(_damaged("tokens and token types differ in number", len(types), len(tokens)))
+    if not "".join(tokens).isascii() and any(0xD800 <= ord(char) < 0xE000 for char in "".join(tokens)):
+        raise ConvertError(_damaged("tokens are not UTF-8, which a tokenizer.json must be"))
     while types and types[-1] == UNUSED and tokens[-1] == padding_token(len(tokens) - 1):
         tokens.pop()
         types.pop()

@@ -39,6 +39,13 @@ def parse(tree: Mapping[str, Any], *, origin: str) -> Tokenizer:
     Raises:
         ConvertError: The model is of a kind no layout here can hold (WordPiece, WordLevel), or damaged.
     """
+    try:
+        return _parse(tree, origin)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConvertError(_damaged(origin, f"a part of it is not as it should be ({error!r})")) from error
+
+
+def _parse(tree: Mapping[str, Any], origin: str) -> Tokenizer:
     model = tree.get("model")
     if not isinstance(model, Mapping) or not model.get("vocab"):
         raise ConvertError(_damaged(origin, "it has no model with a vocabulary"))
@@ -167,6 +174,8 @@ def _normalizer(tokenizer: Tokenizer, tree: Mapping[str, Any] | None) -> None:
         if kind in _FORMS:
             tokenizer.normalizer = kind
             tokenizer.notes.append(f"The tokenizer brings text to Unicode form {kind} first; llama.cpp does not.")
+        elif tokenizer.kind == BYTE_LEVEL:
+            tokenizer.blockers.append(f"it normalises text by {kind}, which llama.cpp cannot do")
         elif kind == "Precompiled":
             _charsmap(tokenizer, node.get("precompiled_charsmap") or "")
         elif kind == "Prepend" and node.get("prepend") == SPACE:
@@ -197,6 +206,11 @@ def _sentencepiece_split(tokenizer: Tokenizer, tree: Mapping[str, Any] | None) -
             scheme = node.get("prepend_scheme", "always" if node.get("add_prefix_space", True) else "never")
             tokenizer.space_prefix = tokenizer.space_prefix or scheme != "never"
             escaped = True
+            if scheme != "never":
+                tokenizer.notes.append(
+                    "Text that begins with a space gets one more token in llama.cpp: the tokenizer puts no second "
+                    "space before it (Metaspace)."
+                )
             if node.get("split", True) and tokenizer.kind == SENTENCEPIECE:
                 _words_only(tokenizer)
         elif kind == "Split" and pattern.get("String") == " " and not escaped:
@@ -221,6 +235,10 @@ def _words_only(tokenizer: Tokenizer) -> None:
 def _template(tokenizer: Tokenizer, tree: Mapping[str, Any] | None) -> None:
     """add_bos, add_eos and the tokens they mean, from the template for a single sequence."""
     for node in _flat(tree, "processors"):
+        if node.get("type") in ("BertProcessing", "RobertaProcessing"):
+            tokenizer.add_bos = tokenizer.add_eos = True
+            tokenizer.special.setdefault("bos", int(node["cls"][1]))
+            tokenizer.special.setdefault("eos", int(node["sep"][1]))
         if node.get("type") != "TemplateProcessing":
             continue
         before: list[str] = []

@@ -41,8 +41,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def apply(tokenizer: Tokenizer, folder: Path) -> None:
-    """Complete ``tokenizer`` with what the files in ``folder`` say."""
+    """Complete ``tokenizer`` with what the files in ``folder`` say.
+
+    Raises:
+        ConvertError: One of the files is not JSON, or not of the known form.
+    """
     config = read_json(folder / CONFIG)
+    try:
+        _apply(tokenizer, folder, config)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConvertError(
+            Problem(
+                "json",
+                f"The files beside {tokenizer.origin} are not as they should be ({error!r}).",
+                file=str(folder / CONFIG),
+                hint="Fetch them again, or move them away: only special tokens and the chat template are there.",
+            )
+        ) from error
+
+
+def _apply(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> None:
     _added(tokenizer, config, read_json(folder / ADDED))
     for source in (read_json(folder / MAP), config):
         for role in ROLES:

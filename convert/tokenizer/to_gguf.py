@@ -14,6 +14,7 @@ from convert.formats.gguf_values import U32, Array, Bool, Str, Value
 from convert.tokenizer import merges as bpe
 from convert.tokenizer import pretokenizers
 from convert.tokenizer.from_gguf import ROLE_KEYS
+from convert.tokenizer.to_hf import merges_of
 from convert.tokenizer.tokenizer import (
     BYTE,
     BYTE_LEVEL,
@@ -30,6 +31,9 @@ from convert.tokenizer.tokenizer import (
 
 _MODELS = {BYTE_LEVEL: "gpt2", SENTENCEPIECE: "llama", UNIGRAM: "t5"}
 
+#: SentencePiece text with merges in place of scores; llama.cpp has it for the one architecture of that name.
+GEMMA4 = "gemma4"
+
 #: Ends of a turn and of a message by text, where several eos ids must share three keys (llama.cpp knows these too).
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "[EOT]")
 _END_OF_MESSAGE = ("<|eom_id|>",)
@@ -42,6 +46,7 @@ def gguf_metadata(
     config: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
     pre: str | None = None,
+    model: str | None = None,
 ) -> dict[str, Value]:
     """The keys for ``tokenizer``, in the order in which llama.cpp's own converter writes them.
 
@@ -52,11 +57,15 @@ def gguf_metadata(
         config: ``config.json``; its ids count where the tokenizer names none, and all its eos ids count.
         generation_config: ``generation_config.json``; all its eos ids count.
         pre: Splitting rules by name, over what was recognised in the tokenizer.
+        model: ``gemma4`` writes a SentencePiece BPE with its merges, as the architecture of that name has it. Else
+            the kind decides.
 
     Raises:
         ConvertError: More tokens than rows, duplicates, unknown splitting rules, or something llama.cpp cannot do.
         UsageError: ``pre`` is not a name of the table.
     """
+    if model not in (None, _MODELS[tokenizer.kind]) and (model, tokenizer.kind) != (GEMMA4, SENTENCEPIECE):
+        raise UsageError(f"A {tokenizer.kind} tokenizer cannot be written as {model!r}.")
     rules = _rules(tokenizer, pre)
     _possible(tokenizer, rows)
     tokens, types = list(tokenizer.tokens), list(tokenizer.types)
@@ -78,16 +87,16 @@ def gguf_metadata(
             f"{rows - len(tokenizer.tokens):,} unused ones fill the list."
         )
     keys: dict[str, Value] = {
-        "model": Str(_MODELS[tokenizer.kind]),
-        "pre": Str(rules.name if rules else "default"),
+        "model": Str(model or _MODELS[tokenizer.kind]),
+        "pre": Str(rules.name if rules else model or "default"),
         "tokens": Array("str", tokens),
     }
     if tokenizer.kind != BYTE_LEVEL:
         keys["scores"] = Array("f32", scores)
     keys["token_type"] = Array("i32", types)
-    if tokenizer.kind == BYTE_LEVEL:
-        keys["merges"] = Array("str", [f"{left} {right}" for left, right in tokenizer.merges])
-    else:
+    if tokenizer.kind == BYTE_LEVEL or model == GEMMA4:
+        keys["merges"] = Array("str", [f"{left} {right}" for left, right in merges_of(tokenizer)])
+    if tokenizer.kind != BYTE_LEVEL:
         keys["add_space_prefix"] = Bool(tokenizer.space_prefix)
     if tokenizer.kind == UNIGRAM:
         keys["remove_extra_whitespaces"] = Bool(tokenizer.merge_spaces)

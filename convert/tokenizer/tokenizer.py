@@ -91,6 +91,10 @@ class Tokenizer:
         except ValueError:
             return None
 
+    def generation_ids(self) -> dict[str, int]:
+        """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` as a ``generation_config.json`` has them."""
+        return {f"{role}_token_id": self.special[role] for role in ("bos", "eos", "pad") if role in self.special}
+
     def add(self, tokens: Iterable[AddedToken]) -> None:
         """Add (or replace) added tokens; ids beyond the end leave unused padding in between."""
         known = {token.id: token for token in self.added}

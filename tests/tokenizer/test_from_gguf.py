@@ -100,7 +100,10 @@ def test_every_pre_tokenizer_splits_as_llama_cpp_does(
         assert all(any(unicodedata.category(char) in ("Mn", "Mc") for char in text) for text in differing)
 
 
-@pytest.mark.parametrize("name", ["alias", "unknown", "none", "t5", "no merges", "duplicate"])
+@pytest.mark.parametrize(
+    "name",
+    ["alias", "unknown", "none", "rwkv", "no scores", "no merges", "half a merge", "not UTF-8", "types", "duplicate"],
+)
 def test_damaged_and_foreign_tokenizers(name: str, small: dict[str, Value]) -> None:
     keys = llama_cpp.values(small)
     if name == "alias":
@@ -109,7 +112,11 @@ def test_damaged_and_foreign_tokenizers(name: str, small: dict[str, Value]) -> N
     broken: dict[str, dict[str, Any]] = {
         "unknown": keys | {"tokenizer.ggml.pre": "no-such-rules"},
         "none": {"tokenizer.ggml.model": "none"},
-        "t5": keys | {"tokenizer.ggml.model": "t5"},
+        "rwkv": keys | {"tokenizer.ggml.model": "rwkv"},
+        "no scores": keys | {"tokenizer.ggml.model": "llama"},
+        "half a merge": keys | {"tokenizer.ggml.merges": ["ab"]},
+        "not UTF-8": keys | {"tokenizer.ggml.tokens": [*keys["tokenizer.ggml.tokens"][:-1], "\udcff"]},
+        "types": keys | {"tokenizer.ggml.token_type": ["x"] * 600},
         "no merges": {key: value for key, value in keys.items() if "merges" not in key},
         "duplicate": keys | {"tokenizer.ggml.tokens": [*keys["tokenizer.ggml.tokens"][:-1], "!"]},
     }

@@ -110,3 +110,23 @@ def test_gpt2_files(multilingual: str, texts: list[str], tmp_path: Path) -> None
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(ConvertError, match="without its merges"):
         read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"a": "one"}, "merges": []}}),
+        ("tokenizer.json", {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": ["a b c"]}}),
+        ("tokenizer.json", {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}, "added_tokens": [{"content": "b"}]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": "text"}}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "x"}]}),
+        ("special_tokens_map.json", ["<s>"]),
+    ],
+)
+def test_damaged_json_is_an_error_with_the_file(name: str, content: object, multilingual: str, tmp_path: Path) -> None:
+    trained.byte_level(multilingual).save(str(tmp_path / "tokenizer.json"))
+    assert read_tokenizer(tmp_path).generation_ids() == {}
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConvertError) as caught:
+        read_tokenizer(tmp_path)
+    assert caught.value.problems[0].file

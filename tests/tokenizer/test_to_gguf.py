@@ -124,6 +124,28 @@ def test_byte_fallback_without_a_sentencepiece_file(
     assert keys["tokenizer.ggml.token_type"].value[:4] == [2, 3, 3, 6]
 
 
+def test_sentencepiece_text_with_merges(multilingual: str, texts: list[str], tmp_path: Path) -> None:
+    """The kind of its own that llama.cpp calls gemma4; it always adds bos."""
+    folder = save(trained.byte_fallback(multilingual, style="bare"), tmp_path / "hf", bos_token="<s>", eos_token="</s>")
+    keys = gguf_metadata(read_tokenizer(folder), rows=900, model="gemma4")
+    path = llama_cpp.write_model(folder / "m.gguf", keys, rows=900)
+    back = tokenizers.Tokenizer.from_str(hf_files(llama_cpp.values(keys))["tokenizer.json"].decode())
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text, (ids, _) in zip(texts, llama_cpp.tokenize(path, texts, add_special=True), strict=True):
+        assert ids == [1, *theirs.encode(text).ids] == back.encode(text).ids, text
+    with pytest.raises(UsageError, match="gemma4"):
+        gguf_metadata(read_tokenizer(save(trained.byte_level(multilingual), tmp_path / "b")), rows=600, model="gemma4")
+
+
+def test_normalisers_that_llama_cpp_lacks_are_refused(multilingual: str, tmp_path: Path) -> None:
+    for style in ("byte level", "bare"):
+        maker = trained.byte_level(multilingual) if style == "byte level" else None
+        tokenizer = maker or trained.byte_fallback(multilingual, style=style)
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(" ", "▁")])
+        with pytest.raises(ConvertError, match=r"Lowercase.*--no-tokenizer"):
+            gguf_metadata(read_tokenizer(save(tokenizer, tmp_path / style)), rows=900)
+
+
 def test_unigram(multilingual: str, texts: list[str], tmp_path: Path) -> None:
     folder = save(trained.unigram(multilingual), tmp_path / "hf", eos_token="</s>")
     texts = [text for text in texts if not text.startswith(" ")]
