@@ -154,14 +154,14 @@ def _collect(value: Any, path: str, depth: int, found: dict[str, dict[Any, Any]]
         return False
     seen.add(id(value))
     direct = [name for name, leaf in items.items() if isinstance(leaf, TensorSpec) and isinstance(name, str)]
-    if any("." in name for name in direct):
+    dotted = any("." in name for name in direct)
+    if dotted:
         found[path] = items
-        return True
     below = False
     for name, child in items.items():
-        if isinstance(child, dict | list | Placeholder) and _may_wrap(name):
+        if isinstance(child, dict | list | Placeholder) and _may_wrap(name) and not (dotted and "." in str(name)):
             below |= _collect(child, f"{path}.{name}" if path else str(name), depth + 1, found, seen)
-    if not below and direct:
+    if not below and direct and not dotted:
         found[path] = items
     return below or bool(direct)
 

@@ -154,6 +154,14 @@ def test_two_candidates_are_a_question(tmp_path: Path) -> None:
     check(opened(tree, tmp_path, "model"), STATE)
 
 
+def test_a_model_beside_dotted_tensors_is_a_question(tmp_path: Path) -> None:
+    """But a module's extra state inside the model is none."""
+    with pytest.raises(UsageError, match="2 state dicts"):
+        opened({"model": STATE, "rng.state": torch.ones(3)}, tmp_path)
+    extra = dict(STATE, **{"trf_blocks.0._extra_state": {"scale": torch.ones(1)}})
+    assert list(opened(extra, tmp_path).tensors) == list(STATE)
+
+
 @pytest.mark.parametrize("key", ["nothing", "model.x", "optimizer.state.9"])
 def test_a_key_that_is_not_there(tmp_path: Path, key: str) -> None:
     with pytest.raises(UsageError, match="nothing under the key") as caught:
