@@ -1,0 +1,294 @@
+"""Whether a checkpoint fits a live module: every tensor of both sides paired, or a finding. Nothing is filled here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from convert import rope
+from convert.checkpoint import Checkpoint
+from convert.errors import ConvertError, Problem
+from convert.layout import Dims, Slot, expand
+from convert.module_tensors import FLOATS, Home, config_of, distinct, homes, hub_config, with_layout
+from convert.table import MappingTable
+
+_META_HINT = (
+    "Build the module under `with convert.no_init():` instead of torch.device('meta'): what the class computes is real "
+    "then. A buffer that it computes from a parameter must be set by hand."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A tensor of the module's layout, and the module's memory for it."""
+
+    slot: Slot
+    home: Home
+
+
+@dataclass(slots=True)
+class Fit:
+    """The outcome.
+
+    Attributes:
+        checkpoint: One side.
+        table: The table with the module's names.
+        layout: The layout of the module's names.
+        homes: The module's tensors by those names.
+        pairs: What gets filled.
+        head: The pair of the tied tensor (the head), if the module has it.
+        base: The pair of what it is tied to (the embedding).
+        tied: Whether the two are one in the checkpoint; known after :meth:`check_tie`.
+        problems: What forbids filling.
+        missing: Parameters of the module that the checkpoint has nothing for.
+        unexpected: Tensors of the checkpoint that have no place.
+        notes: Remarks.
+        warnings: What makes a filled module wrong without any tensor telling so.
+    """
+
+    checkpoint: Checkpoint
+    table: MappingTable
+    layout: str
+    homes: dict[str, Home]
+    pairs: list[Pair] = field(default_factory=list)
+    head: Pair | None = None
+    base: Pair | None = None
+    tied: bool = False
+    problems: list[Problem] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def check_tie(self) -> None:
+        """Find out whether head and embedding are one (may read both), and whether the module can hold that."""
+        self.tied = self.checkpoint.match.tied(sampled=False)
+        together = self.head is not None and self.base is not None and self.head.home is self.base.home
+        if together and not self.tied:
+            assert self.head is not None and self.base is not None
+            self.problems.append(
+                Problem(
+                    "tied_module",
+                    f"{self.head.slot.name!r} and {self.base.slot.name!r} are one parameter of the module, but two "
+                    "different tensors of the checkpoint.",
+                    tensor=self.head.slot.name,
+                    hint="Build the module with a head of its own.",
+                )
+            )
+
+
+def fit(
+    ckpt: Checkpoint,
+    model: nn.Module,
+    *,
+    layout: str | None = None,
+    names: str | Path | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Fit:
+    """Pair the tensors of a checkpoint with those of a module; reads no weights.
+
+    Args:
+        ckpt: The opened checkpoint.
+        model: The module.
+        layout: Layout of the module's names, where it shall not be detected.
+        names: A names file for a module with names of its own.
+        strict: Whether missing and unexpected tensors are problems.
+        dtype: The type that parameters will get, instead of their own.
+
+    Raises:
+        UsageError: ``names`` does not go with ``layout`` or the checkpoint.
+        ConvertError: No table knows the module's names, or the config lacks what the table needs.
+    """
+    table, found_layout, named = with_layout(homes(model), layout=layout, names=names, family=ckpt.family)
+    out = Fit(ckpt, table, found_layout, named)
+    out.problems += ckpt.match.problems
+    hub = _own_config(out, model)
+    if hub is not None:
+        _check_heads(out, hub)
+    _pair(out, strict, dtype)
+    _check_shared(out)
+    _left(out, strict)
+    _check_rope(out, hub)
+    return out
+
+
+def _own_config(out: Fit, model: nn.Module) -> dict[str, Any] | None:
+    raw = config_of(model)
+    if raw is None:
+        return None
+    try:
+        return hub_config(out.table, raw)[0]
+    except ConvertError as error:  # the module may be of a kind that has more settings than its family's table
+        out.notes.append(f"the module's own config was not compared: {error.problems[0].message}")
+        return None
+
+
+def _pair(out: Fit, strict: bool, dtype: torch.dtype | None) -> None:
+    matched = out.checkpoint.match
+    tie = matched.tied_pair()
+    broken = {p.tensor for p in matched.problems}
+    for slot in expand(out.table, Dims(out.table, out.checkpoint.config), out.layout).values():
+        home = out.homes.get(slot.name)
+        absent = [k for k in slot.keys if k not in matched.logical]
+        from_base = tie is not None and slot.keys == (tie[0],) and tie[1] in matched.logical
+        if home is None:
+            _without_place(out, slot, strict, headless=from_base)
+            continue
+        pair = Pair(slot, home)
+        if tuple(home.tensor.shape) != slot.shape:
+            out.problems.append(_shape_problem(slot, home))
+        elif dtype is None and home.dtype not in FLOATS:
+            out.problems.append(
+                Problem(
+                    "dtype",
+                    f"{slot.name!r} of the module is {home.dtype}, which holds no plain weights.",
+                    tensor=slot.name,
+                    found=home.dtype,
+                    wanted=list(FLOATS),
+                    hint="Fill the module before it is quantised.",
+                )
+            )
+        elif absent and not from_base:
+            if not broken:  # else the checkpoint's own problem says what is missing
+                out.missing.append(slot.name)
+            continue
+        if tie and slot.keys == (tie[0],):
+            out.head = pair
+        elif tie and slot.keys == (tie[1],):
+            out.base = pair
+        out.pairs.append(pair)
+
+
+def _without_place(out: Fit, slot: Slot, strict: bool, *, headless: bool) -> None:
+    """A tensor that the module does not have; a module that computes its logits with the embedding needs no head."""
+    matched = out.checkpoint.match
+    stored = [matched.specs[k][0].name for k in slot.keys if k in matched.specs]
+    if headless and matched.tied(sampled=True):
+        return
+    if not stored:
+        return
+    out.unexpected += stored
+    if strict:
+        out.problems.append(
+            Problem(
+                "unexpected_tensor",
+                f"{stored[0]!r} has no place in the module, which has no {slot.name!r}.",
+                tensor=stored[0],
+                found=list(slot.shape),
+                hint="The module was built for another config or layout; strict=False leaves such tensors out.",
+            )
+        )
+
+
+def _shape_problem(slot: Slot, home: Home) -> Problem:
+    have = list(home.tensor.shape)
+    return Problem(
+        "shape",
+        f"{slot.name!r} of the module is {have}, but the checkpoint's is {list(slot.shape)} {slot.why}.",
+        tensor=slot.name,
+        found=have,
+        wanted=list(slot.shape),
+        hint="Build the module with the checkpoint's config.",
+    )
+
+
+def _check_shared(out: Fit) -> None:
+    """One piece of memory cannot hold two tensors, unless they are the head and the embedding."""
+    first: dict[int, Pair] = {}
+    for pair in out.pairs:
+        other = first.setdefault(id(pair.home), pair)
+        if other is not pair and {id(other), id(pair)} != {id(out.head), id(out.base)}:
+            out.problems.append(
+                Problem(
+                    "shared_parameter",
+                    f"{pair.slot.name!r} and {other.slot.name!r} are one parameter of the module, and the checkpoint "
+                    "has a tensor for each.",
+                    tensor=pair.slot.name,
+                    hint="Build the module without sharing them.",
+                )
+            )
+
+
+def _left(out: Fit, strict: bool) -> None:
+    """What of the module gets nothing: parameters are missing, buffers are kept, and nothing may stay on meta."""
+    used = {id(pair.home) for pair in out.pairs} | {id(out.homes[n]) for n in out.missing}
+    for home in distinct(out.homes.values()):
+        if id(home) in used:
+            continue
+        if home.parameter:
+            out.missing.append(home.names[0])
+        elif home.tensor.is_meta:
+            out.problems.append(
+                Problem(
+                    "meta_buffer",
+                    f"the buffer {home.names[0]!r} is on meta and no checkpoint holds it, so its values would be lost.",
+                    tensor=home.names[0],
+                    found="meta",
+                    hint=_META_HINT,
+                )
+            )
+    by_name = {n: home for home in out.homes.values() for n in home.names} | out.homes
+    for name in out.missing:
+        empty = by_name[name].tensor.is_meta
+        if strict or empty:
+            out.problems.append(
+                Problem(
+                    "missing_tensor",
+                    f"the checkpoint has nothing for {name!r} of the module {list(by_name[name].tensor.shape)}"
+                    + (", which is on meta and would stay without values." if empty else "."),
+                    tensor=name,
+                    found=None,
+                    wanted=list(by_name[name].tensor.shape),
+                    hint="A module for another config, or parameters of its own"
+                    + (": give those values first." if empty else "; strict=False leaves them as they are."),
+                )
+            )
+
+
+def _check_heads(out: Fit, hub: Mapping[str, Any]) -> None:
+    """Head counts do not follow from shapes: a module with other ones would be filled, and wrong."""
+    counts = {row.rope for row in out.table.rows.values() if row.rope is not None}
+    theirs, ours = Dims(out.table, hub), out.checkpoint.dims
+    for expr in sorted(counts, key=lambda e: e.text):
+        built, stored = theirs.get(expr.text), ours.get(expr.text)
+        if built is not None and stored is not None and int(built) != int(stored):
+            out.problems.append(
+                Problem(
+                    "config",
+                    f"the module was built with {built} heads where the checkpoint has {stored} ({expr.text}).",
+                    found=int(built),
+                    wanted=int(stored),
+                    hint="Build the module with the checkpoint's config.",
+                )
+            )
+
+
+def _check_rope(out: Fit, hub: Mapping[str, Any] | None) -> None:
+    """The rotary tables are computed by the class, so a wrong base never shows as a wrong tensor."""
+    config = out.checkpoint.config
+    wanted = rope.inverse_frequencies(config["rope_parameters"], int(out.checkpoint.dims["hd"]))
+    for name, home in out.homes.items():
+        tensor = home.tensor
+        if home.parameter or tensor.is_meta or name.rsplit(".", 1)[-1] != "cos" or tensor.ndim != 2 or len(tensor) < 2:
+            continue
+        found = tensor[1].detach().float().cpu()
+        cosines = torch.tensor([math.cos(f) for f in wanted])
+        same = [torch.cat([cosines, cosines]), cosines, cosines.repeat_interleave(2)]
+        if not any(s.shape == found.shape and torch.allclose(s, found, atol=1e-2) for s in same):
+            out.warnings.append(
+                f"{name!r} of the module does not agree with the checkpoint's RoPE {dict(config['rope_parameters'])}: "
+                "it was built with another base or scaling, and will not compute what the checkpoint was made for"
+            )
+        return
+    if hub is not None and hub["rope_parameters"] != config["rope_parameters"]:
+        out.warnings.append(
+            f"the module was built with RoPE {dict(hub['rope_parameters'])}, the checkpoint with "
+            f"{dict(config['rope_parameters'])}"
+        )
