@@ -114,16 +114,14 @@ class StringArray(Sequence[str]):
     def of(cls, values: Iterable[str]) -> StringArray:
         """The same strings, encoded."""
         starts = array("q")
-        parts: list[bytes] = []
-        at = 0
+        data = bytearray()  # a list of parts would cost ten times the bytes
         pack = struct.Struct("<Q").pack
         for value in values:
             raw = value.encode("utf-8", "surrogateescape")
-            starts.append(at)
-            parts.append(pack(len(raw)))
-            parts.append(raw)
-            at += 8 + len(raw)
-        return cls(b"".join(parts), starts)
+            starts.append(len(data))
+            data += pack(len(raw))
+            data += raw
+        return cls(bytes(data), starts)
 
     def __len__(self) -> int:
         return len(self.starts)
