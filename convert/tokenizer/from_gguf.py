@@ -6,7 +6,7 @@ nothing of weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convert.errors import ConvertError, Problem
@@ -158,16 +158,19 @@ def _byte_level(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
         raise ConvertError(_damaged("it has byte-level BPE tokens but no merges"))
     tokenizer.normalizer = tokenizer.pre.normalizer
     tokenizer.ignore_merges = tokenizer.pre.ignore_merges
-    tokenizer.merges = _merges(metadata)
+    tokenizer.merges = _merges(metadata, tokenizer.tokens)
 
 
-def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _merges(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """Merges as pairs of the token objects themselves (copies of 280,000 pairs would cost more than all else)."""
+    own = {text: text for text in tokens}
     merges = []
     for line in metadata["tokenizer.ggml.merges"]:
         cut = line.find(" ", 1)  # as llama.cpp splits it: a piece may begin with a space
         if cut < 0:
             raise ConvertError(_damaged("a merge is not two pieces with a space between", line))
-        merges.append((line[:cut], line[cut + 1 :]))
+        left, right = line[:cut], line[cut + 1 :]
+        merges.append((own.get(left, left), own.get(right, right)))
     return merges
 
 
@@ -179,7 +182,7 @@ def _scored(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     spm = tokenizer.kind == SENTENCEPIECE
     merged = "tokenizer.ggml.merges" in metadata  # "gemma4": SentencePiece text with merges; scores mean nothing
     if spm and merged:
-        tokenizer.merges, tokenizer.scores = _merges(metadata), None
+        tokenizer.merges, tokenizer.scores = _merges(metadata, tokenizer.tokens), None
     tokenizer.space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", spm and not merged))
     tokenizer.byte_fallback = spm
     tokenizer.merge_spaces = bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False))

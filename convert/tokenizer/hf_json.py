@@ -34,7 +34,7 @@ _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
 def parse(tree: Mapping[str, Any], *, origin: str) -> Tokenizer:
-    """The tokenizer in the parsed content of a ``tokenizer.json``.
+    """The tokenizer in the parsed content of a ``tokenizer.json``, whose list of merges is used up.
 
     Raises:
         ConvertError: The model is of a kind no layout here can hold (WordPiece, WordLevel), or damaged.
@@ -71,7 +71,7 @@ def _parse(tree: Mapping[str, Any], origin: str) -> Tokenizer:
     _unknown(tokenizer, model)
     _normalizer(tokenizer, tree.get("normalizer"))
     if kind != UNIGRAM:
-        tokenizer.merges = [_pair(entry, origin) for entry in model.get("merges") or ()]
+        tokenizer.merges = _merges(model.get("merges") or [], tokens, origin)
         affixes = [key for key in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
         tokenizer.blockers += [f"its pieces carry a {key}, which llama.cpp does not know" for key in affixes]
     if kind == BYTE_LEVEL:
@@ -112,11 +112,23 @@ def _added(entry: Mapping[str, Any]) -> AddedToken:
     return AddedToken(int(entry["id"]), str(entry["content"]), **flags)
 
 
-def _pair(entry: Any, origin: str) -> tuple[str, str]:
-    parts = entry.split(" ") if isinstance(entry, str) else entry
-    if len(parts) != 2:
-        raise ConvertError(_damaged(origin, f"the merge {entry!r} is not a pair"))
-    return parts[0], parts[1]
+def _merges(entries: list[Any], tokens: list[str], origin: str) -> list[tuple[str, str]]:
+    """Merges as pairs of the token objects themselves.
+
+    A large vocabulary has 280,000 merges; own copies of their pieces would cost more than all else. ``entries`` is
+    used up on the way.
+    """
+    own = {text: text for text in tokens}
+    merges = []
+    entries.reverse()
+    while entries:
+        entry = entries.pop()
+        parts = entry.split(" ") if isinstance(entry, str) else entry
+        if len(parts) != 2:
+            raise ConvertError(_damaged(origin, f"the merge {entry!r} is not a pair"))
+        left, right = parts
+        merges.append((own.get(left, left), own.get(right, right)))
+    return merges
 
 
 def _tokens(

@@ -6,7 +6,7 @@ the best-scored (or lowest-ranked) result first. Hugging Face files hold the mer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 Piece = TypeVar("Piece", str, bytes)
@@ -19,14 +19,14 @@ def splits(piece: Piece, ids: Mapping[Piece, int]) -> list[tuple[Piece, Piece]]:
     return sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
 
 
-def from_order(pieces: Iterable[Piece], ids: Mapping[Piece, int]) -> list[tuple[Piece, Piece]]:
+def from_order(pieces: Iterable[Piece], ids: Mapping[Piece, int]) -> Iterator[tuple[Piece, Piece]]:
     """The merges that are equal to "join whatever makes the earliest of ``pieces``".
 
     Args:
         pieces: Tokens that merging can make, the most preferred first.
         ids: Every token that can be a part of another.
     """
-    return [pair for piece in pieces for pair in splits(piece, ids)]
+    return (pair for piece in pieces for pair in splits(piece, ids))
 
 
 def order_by_score(tokens: Sequence[str], scores: Sequence[float], usable: Iterable[int]) -> list[str]:

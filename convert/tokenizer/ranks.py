@@ -106,11 +106,10 @@ def parse(raw: bytes, *, origin: str, pre: str | None = None) -> Tokenizer:
             )
         )
     order = sorted(ranks, key=ranks.__getitem__)
-    merges = bpe.from_order([piece for piece in order if len(piece) > 1], ranks)
     text = {piece: bytelevel.encode(piece) for piece in order}
     tokens = [text[piece] for piece in order]
     tokenizer = Tokenizer(BYTE_LEVEL, origin, tokens, [NORMAL] * len(tokens))
-    tokenizer.merges = [(text[left], text[right]) for left, right in merges]
+    tokenizer.merges = [(text[left], text[right]) for left, right in bpe.from_order(order, ranks)]
     # Joining the lowest rank is what tiktoken does; it also takes a piece that is a token as a whole.
     tokenizer.ignore_merges = True
     tokenizer.pre = pretokenizers.by_name(pre or (published.pre if published else ""))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import ConvertError, Problem, UsageError
-from convert.formats.gguf_values import U32, Array, Bool, Str, Value
+from convert.formats.gguf_values import U32, Array, Bool, Str, StringArray, Value
 from convert.tokenizer import merges as bpe
 from convert.tokenizer import pretokenizers
 from convert.tokenizer.from_gguf import ROLE_KEYS
@@ -95,7 +95,8 @@ def gguf_metadata(
         keys["scores"] = Array("f32", scores)
     keys["token_type"] = Array("i32", types)
     if tokenizer.kind == BYTE_LEVEL or model == GEMMA4:
-        keys["merges"] = Array("str", [f"{left} {right}" for left, right in merges_of(tokenizer)])
+        merges = merges_of(tokenizer)
+        keys["merges"] = Array("str", StringArray.of(f"{left} {right}" for left, right in merges))
     if tokenizer.kind != BYTE_LEVEL:
         keys["add_space_prefix"] = Bool(tokenizer.space_prefix)
     if tokenizer.kind == UNIGRAM:

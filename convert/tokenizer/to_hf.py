@@ -110,7 +110,7 @@ def merges_of(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     usable = [i for i, kind in enumerate(tokenizer.types) if kind in (NORMAL, USER_DEFINED, UNUSED)]
     ids = {tokenizer.tokens[index]: index for index in usable}
     made = [index for index in usable if tokenizer.types[index] != UNUSED]
-    return bpe.from_order(bpe.order_by_score(tokenizer.tokens, tokenizer.scores, made), ids)
+    return list(bpe.from_order(bpe.order_by_score(tokenizer.tokens, tokenizer.scores, made), ids))
 
 
 def _sentencepiece(tokenizer: Tokenizer) -> TokenizerFiles:
