@@ -32,6 +32,9 @@ from convert.tokenizer.tokenizer import (
 #: Role to the spelling in GGUF keys; two of them are misspelt or long in the format itself.
 ROLE_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 
+#: A key of ours: the Unicode form a tokenizer applies first, where the rules' name does not imply it ('' for none).
+NORMALIZER_KEY = "convert.tokenizer_normalizer"
+
 #: ``tokenizer.ggml.model`` to the kind, with llama.cpp's default for add_bos, add_eos and the unknown token.
 _MODELS = {
     "gpt2": (BYTE_LEVEL, None, False, None),
@@ -99,6 +102,8 @@ def _read(
         add_bos = bool(tokenizer.pre and tokenizer.pre.add_bos)
     else:
         _scored(tokenizer, metadata)
+    if NORMALIZER_KEY in metadata:
+        tokenizer.normalizer = str(metadata[NORMALIZER_KEY]) or None
     tokenizer.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     tokenizer.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", add_eos))
     return tokenizer

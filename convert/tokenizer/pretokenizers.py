@@ -150,6 +150,11 @@ PRETOKENIZERS: tuple[Pretokenizer, ...] = (
         aliases=("hunyuan-dense", "joyai-llm"),
     ),
     Pretokenizer(
+        "deepseek-coder",
+        (_split(r"[\r\n]"), _split(r"\s?\p{L}+"), _split(r"\s?\p{P}+"), _split("[一-龥ࠀ-一가-\ud7ff]+"), DIGITS),
+        "deepseek-ai/deepseek-coder-6.7b-base",
+    ),
+    Pretokenizer(
         "default",
         (
             _split(r"[\p{P}\$\+<=>\^~\|]+"),

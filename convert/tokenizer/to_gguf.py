@@ -13,7 +13,7 @@ from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.gguf_values import U32, Array, Bool, Str, StringArray, Value
 from convert.tokenizer import merges as bpe
 from convert.tokenizer import pretokenizers
-from convert.tokenizer.from_gguf import ROLE_KEYS
+from convert.tokenizer.from_gguf import NORMALIZER_KEY, ROLE_KEYS
 from convert.tokenizer.to_hf import merges_of
 from convert.tokenizer.tokenizer import (
     BYTE,
@@ -99,11 +99,14 @@ def gguf_metadata(
         keys["merges"] = Array("str", StringArray.of(f"{left} {right}" for left, right in merges))
     if tokenizer.kind != BYTE_LEVEL:
         keys["add_space_prefix"] = Bool(tokenizer.space_prefix)
-    if tokenizer.kind == UNIGRAM:
-        keys["remove_extra_whitespaces"] = Bool(tokenizer.merge_spaces)
+        # llama.cpp heeds these for Unigram only; for the other kind they make the way back exact.
+        if tokenizer.merge_spaces or tokenizer.kind == UNIGRAM:
+            keys["remove_extra_whitespaces"] = Bool(tokenizer.merge_spaces)
         if tokenizer.charsmap:
             keys["precompiled_charsmap"] = Array("u8", list(tokenizer.charsmap))
     out = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    if tokenizer.normalizer != (rules.normalizer if rules else None):
+        out[NORMALIZER_KEY] = Str(tokenizer.normalizer or "")
     out |= _special(tokenizer, config or {}, generation_config or {}, len(tokens))
     return out | _templates(tokenizer)
 

@@ -88,6 +88,8 @@ def _normalizer(tokenizer: Tokenizer) -> dict[str, Any]:
     ``Metaspace`` step would leave it out where the text begins with a space.
     """
     steps: list[dict[str, Any]] = []
+    if tokenizer.normalizer:
+        steps.append({"type": tokenizer.normalizer})
     if tokenizer.charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(tokenizer.charsmap).decode()})
     if tokenizer.merge_spaces:

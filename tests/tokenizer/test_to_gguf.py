@@ -186,6 +186,24 @@ def test_every_end_of_text_is_kept(multilingual: str, tmp_path: Path) -> None:
     assert any("602 ('<|other|>')" in note for note in reader.notes)
 
 
+def test_the_unicode_form_survives_the_round_trip(multilingual: str, tmp_path: Path) -> None:
+    """A name of splitting rules implies a form; where the tokenizer has another one, a key of ours says so."""
+    text = "e\u0301 \u00e9 ﬁ"
+    for form in ("NFC", "NFKC", None):
+        for maker in (
+            trained.byte_level(multilingual, split=False, steps=[isolated(pretokenizers.QWEN2)]),
+            trained.byte_fallback(multilingual, style="bare"),
+        ):
+            steps = [getattr(normalizers, form)()] if form else []
+            if maker.normalizer is not None:
+                steps.append(maker.normalizer)
+            maker.normalizer = normalizers.Sequence(steps)
+            folder = save(maker, tmp_path / "hf", add_bos_token=False)
+            keys = gguf_metadata(read_tokenizer(folder), rows=900)
+            back = tokenizers.Tokenizer.from_str(hf_files(llama_cpp.values(keys))["tokenizer.json"].decode())
+            assert back.encode(text).ids == maker.encode(text).ids
+
+
 def test_rows_win(multilingual: str, tmp_path: Path) -> None:
     tokenizer = trained.byte_level(multilingual)
     tokenizer.add_tokens(["[PAD602]"])  # takes id 600, and the text of the padding at 602
