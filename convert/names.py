@@ -15,6 +15,7 @@ from typing import Any
 from convert.errors import TableError, UsageError
 from convert.resources import mappings_dir
 from convert.table import MappingTable, build, load_table
+from convert.table_types import check_types
 
 _KEYS = frozenset({"extends", "prefix", "convention", "top", "block", "fused", "title"})
 LAYOUT = "scratch"
@@ -54,6 +55,7 @@ def load_names(names: str | Path) -> MappingTable:
         )
     if "extends" not in raw:
         raise TableError(f"{path.name}: the key 'extends' is missing.", hint='Name the family: extends = "llama".')
+    check_types(raw, path.name, names_file=True)
     base = load_table(raw["extends"])
     return _apply(base, raw, path.name)
 

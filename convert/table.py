@@ -17,6 +17,7 @@ from typing import Any
 from convert.errors import TableError, UsageError
 from convert.expr import Expr
 from convert.resources import mappings_dir
+from convert.table_types import check_types
 
 LAYOUTS = ("hf", "meta", "scratch", "gguf")
 CONVENTIONS = {
@@ -189,6 +190,7 @@ def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
     unknown = sorted(set(raw) - _TOP_KEYS)
     if unknown:
         raise TableError(f"{path.name}: unknown key {unknown[0]!r}.", hint=f"Known: {', '.join(sorted(_TOP_KEYS))}.")
+    check_types(raw, path.name)
     base = raw.pop("extends", None)
     if base is None:
         return raw
@@ -239,6 +241,7 @@ def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None)
     for key in ("family", "dims", "prefix", "top", "block"):
         if key not in raw:
             raise TableError(f"{source}: the key {key!r} is missing.")
+    check_types(raw, source)
     layouts = tuple(raw.get("layouts", LAYOUTS))
     dims = {k: _alternatives(v, f"{source}: dims.{k}") for k, v in raw["dims"].items()}
     rows = {row.id: row for row in _rows(raw, source)}
@@ -362,6 +365,8 @@ def _check(table: MappingTable) -> None:
             raise TableError(
                 f"{expr.where}: {expr.text!r} uses {unknown[0]!r}, which is neither in [dims] nor a config key of [config].",
             )
+    if strange := sorted(set(table.layouts) - set(LAYOUTS)):
+        raise TableError(f"{source}: layouts: {strange[0]!r} is none of {', '.join(LAYOUTS)}.")
     for layout, conventions in table.convention.items():
         for kind, value in conventions.items():
             if layout not in LAYOUTS or value not in CONVENTIONS.get(kind, ()):

@@ -1,0 +1,63 @@
+"""Folding layers: nothing is lost, nothing is joined that differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from convert.errors import Problem
+from convert.report import fold_names, fold_problems, human_bytes, ranges
+
+
+def test_ranges():
+    assert ranges([0, 1, 2, 20, 21, 31]) == "0-2,20-21,31"
+    assert ranges([5, 5, 4]) == "4-5"
+    assert ranges([]) == ""
+
+
+def test_names_fold_by_their_first_number():
+    names = [f"model.layers.{i}.self_attn.k_proj.weight" for i in (0, 1, 2, 20, 21)]
+    assert fold_names([*names, "lm_head.weight"]) == [
+        "model.layers.{0-2,20-21}.self_attn.k_proj.weight",
+        "lm_head.weight",
+    ]
+    assert fold_names(["a.3.b"]) == ["a.3.b"]
+    assert fold_names(["a.0.b", "a.0.c"]) == ["a.0.b", "a.0.c"]
+    assert fold_names(["x.0", "x.1"]) == ["x.{0-1}"]
+    assert fold_names(["v1.w", "v2.w"]) == ["v1.w", "v2.w"]  # not a number of its own
+
+
+def _problem(layer: int, found: int = 3, kind: str = "shape") -> Problem:
+    name = f"layers.{layer}.wk.weight"
+    return Problem(kind, f"{name!r} has {found} rows.", tensor=name, found=found, hint="look")
+
+
+def test_problems_fold_only_where_they_say_the_same():
+    folded = fold_problems([_problem(i) for i in range(32)])
+    assert [p.message for p in folded] == ["'layers.{0-31}.wk.weight' has 3 rows."]
+    assert folded[0].tensor == "layers.{0-31}.wk.weight"
+    mixed = fold_problems([_problem(0), _problem(1, found=4), _problem(2), _problem(3, kind="dtype")])
+    assert sorted(p.tensor or "" for p in mixed) == [
+        "layers.1.wk.weight",
+        "layers.3.wk.weight",
+        "layers.{0,2}.wk.weight",
+    ]
+
+
+def test_problems_without_a_tensor_stay():
+    problems = [Problem("index", "one"), Problem("index", "two"), Problem("index", "one")]
+    assert [p.message for p in fold_problems(problems)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (2_471_645_608, "2.47 GB"),
+        (3_000_000_000_000_000, "3000 TB"),
+        (123_456, "123 kB"),
+    ],
+)
+def test_human_bytes(count, text):
+    assert human_bytes(count) == text
