@@ -1,0 +1,168 @@
+"""Configs: published numbers of Meta's formula, missing and impossible values, and every spelling and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from convert import config as configs
+from convert.errors import ConvertError, FormatError, UsageError
+from convert.table import families, load_table
+
+# dim, width, multiple_of, ffn_dim_multiplier of the released params.json files
+RELEASED = [
+    (4096, 11008, 256, None),
+    (5120, 13824, 256, None),
+    (8192, 28672, 4096, 1.3),
+    (4096, 14336, 1024, 1.3),
+    (16384, 53248, 4096, 1.2),
+    (2048, 8192, 256, 1.5),
+    (3072, 8192, 256, 1.0),
+]
+
+
+def meta_ffn(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """Meta's FeedForward.__init__, statement by statement."""
+    hidden_dim = 4 * dim
+    hidden_dim = int(2 * hidden_dim / 3)
+    if multiplier is not None:
+        hidden_dim = int(multiplier * hidden_dim)
+    return multiple_of * ((hidden_dim + multiple_of - 1) // multiple_of)
+
+
+@pytest.mark.parametrize(("dim", "width", "multiple", "multiplier"), RELEASED)
+def test_the_released_numbers(dim, width, multiple, multiplier):
+    assert configs.ffn_width(dim, multiple, multiplier) == meta_ffn(dim, multiple, multiplier) == width
+    found = configs.ffn_formula(dim, width)
+    assert meta_ffn(dim, found["multiple_of"], found.get("ffn_dim_multiplier")) == width
+
+
+def test_the_published_pair_is_found_where_it_is_the_first_that_fits():
+    for dim, width, multiple, multiplier in RELEASED:
+        found = configs.ffn_formula(dim, width)
+        same = (found["multiple_of"], found.get("ffn_dim_multiplier")) == (multiple, multiplier)
+        # 8B (1024, 1.3) and 70B (4096, 1.3) are reached with 256 or 512 as well; what counts is the width.
+        assert same or width % found["multiple_of"] == 0
+
+
+@pytest.mark.parametrize("width", [1, 7, 80, 97, 112, 144, 192, 1000, 1001, 1536, 5632, 11007, 28673])
+@pytest.mark.parametrize("dim", [36, 48, 64, 576, 2048])
+def test_a_formula_for_any_width(dim, width):
+    found = configs.ffn_formula(dim, width)
+    assert meta_ffn(dim, found["multiple_of"], found.get("ffn_dim_multiplier")) == width
+
+
+def hub(layout: str, raw: dict, **more) -> dict:
+    return configs.to_hub(load_table("llama"), layout, raw, **more)
+
+
+PARAMS = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": -1, "multiple_of": 256, "norm_eps": 1e-6}
+
+
+def test_meta():
+    found = hub("meta", PARAMS)
+    assert "vocab_size" not in found  # -1: the embedding tells
+    assert "num_key_value_heads" not in found  # absent: as many as heads, the table's dim says so
+    assert found["rope_theta"] == 10000.0
+    assert found["rms_norm_eps"] == 1e-6
+    assert hub("meta", {"model": PARAMS, "lora": {"rank": 8}}) == found
+    assert hub("meta", PARAMS | {"n_kv_heads": None}) == found
+    assert hub("meta", PARAMS | {"n_kv_heads": 8})["num_key_value_heads"] == 8
+
+
+def test_eps_of_every_layout_where_the_config_is_silent():
+    assert hub("hf", {"hidden_size": 64})["rms_norm_eps"] == 1e-6  # LlamaConfig's default
+    assert hub("meta", {"dim": 64, "n_layers": 1})["rms_norm_eps"] == 1e-5
+    assert hub("scratch", {"emb_dim": 64})["rms_norm_eps"] == 1e-5
+
+
+@pytest.mark.parametrize("value", ["64", -1, 1e400, float("nan"), True, [64], 2**50])
+def test_no_sensible_number(value):
+    with pytest.raises(ConvertError, match="hidden_size"):
+        hub("hf", {"hidden_size": value, "num_hidden_layers": 2})
+
+
+def test_all_bad_numbers_at_once():
+    with pytest.raises(ConvertError) as error:
+        hub("hf", {"hidden_size": "a", "num_hidden_layers": 10**9, "vocab_size": -7})
+    assert len(error.value.problems) == 3
+
+
+@pytest.mark.parametrize("size", load_table("llama").sizes)
+def test_there_and_back_in_every_spelling(size):
+    table = load_table("llama")
+    config = configs.published(table, size)
+    structure = {k: config[k] for k in table.config if k in config}
+    as_hf = json.loads(json.dumps(configs.to_hf(table, config, "BF16")))
+    assert as_hf["dtype"] == as_hf["torch_dtype"] == "bfloat16"
+    assert as_hf["architectures"] == ["LlamaForCausalLM"]
+    back = hub("hf", as_hf)
+    assert {k: back[k] for k in structure} == structure
+    assert back["rope_parameters"] == config["rope_parameters"]
+
+    params = json.loads(json.dumps(configs.to_meta(table, config)))
+    width = params["multiple_of"], params.get("ffn_dim_multiplier")
+    assert meta_ffn(config["hidden_size"], *width) == config["intermediate_size"]
+    back = hub("meta", params)
+    kept = {k: v for k, v in structure.items() if k in back and k != "max_position_embeddings"}
+    assert {"hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"} <= set(kept)
+    assert {k: back[k] for k in kept} == kept
+    assert back["rope_parameters"] == config["rope_parameters"]
+
+    back = hub("scratch", json.loads(json.dumps(configs.to_scratch(table, config, "BF16"))))
+    assert {k: back[k] for k in structure} == structure
+    assert back["rope_parameters"] == config["rope_parameters"]
+
+
+def test_transformers_reads_what_we_write():
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+
+    table = load_table("llama")
+    config = configs.published(table, "llama3.2-1b")
+    read = LlamaConfig(**configs.to_hf(table, config, "BF16"))
+    assert (read.hidden_size, read.num_key_value_heads, read.head_dim) == (2048, 8, 64)
+    assert read.rope_parameters["factor"] == 32.0
+    assert read.rope_parameters["rope_theta"] == 500000.0
+    assert read.tie_word_embeddings is True
+
+
+def test_the_record_fills_what_meta_cannot_say_and_changes_nothing_it_says():
+    recorded = {"max_position_embeddings": 131072, "hidden_size": 1, "bos_token_id": 5}
+    found = hub("meta", PARAMS, recorded=recorded)
+    assert found["max_position_embeddings"] == 131072
+    assert found["bos_token_id"] == 5
+    assert found["hidden_size"] == 4096
+
+
+def test_whose_spelling():
+    tables = [load_table(f) for f in families()]
+    assert configs.layout_of({"hidden_size": 1}, tables) == "hf"
+    assert configs.layout_of({"model_type": "llama"}, tables) == "hf"
+    assert configs.layout_of(PARAMS, tables) == "meta"
+    assert configs.layout_of({"emb_dim": 1, "n_layers": 2, "n_heads": 2, "n_kv_groups": 1}, tables) == "scratch"
+    assert configs.layout_of({"learning_rate": 1e-3, "vocab_size": 5}, tables) is None
+
+
+def test_files_that_are_no_config(tmp_path):
+    path = tmp_path / "config.json"
+    for content, word in (
+        (b"{", "JSON"),
+        (b"\xff\xfe\x00", "JSON"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n", "LFS"),
+        (b"<!DOCTYPE html><html>", "web page"),
+        (b"[" * 100_000, "JSON"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match=f"(?i){word}"):
+            configs.read_json(path)
+    with path.open("wb") as file:
+        file.truncate(configs.MAX_BYTES + 1)
+    with pytest.raises(FormatError, match="bytes"):
+        configs.read_json(path)
+
+
+def test_an_unknown_size_lists_the_known():
+    with pytest.raises(UsageError, match=r"llama3\.2-1b"):
+        configs.published(load_table("llama"), "llama9")
