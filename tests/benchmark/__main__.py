@@ -46,7 +46,7 @@ class Bench:
         source = self.sources.get(row.source)
         out = self.folder / row.out
         command = self._convert(row.arguments + " --quiet --verify never", src=source, out=out)
-        times, copies, peaks = [], [], []
+        times, copies, peaks, cpu = [], [], [], []
         for turn in range(min(self.runs, row.runs or self.runs) + 1):
             remove(out)
             done = run(command, self.log, row.env)
@@ -59,6 +59,7 @@ class Bench:
             if turn:
                 times.append(done.seconds)
                 copies.append(copied)
+                cpu.append(done.cpu)
             peaks.append(done.peak)
         ours, cp = median(times), median(copies)
         raw = self._raw() if row.raw else None
@@ -68,6 +69,7 @@ class Bench:
             "cp_seconds": copies,
             "median": ours,
             "cp_median": cp,
+            "cpu": median(cpu),
             "ratio": ours / cp,
             "ratio_limit": row.ratio,
             "bytes": largest,
@@ -238,7 +240,7 @@ def report(result: Result) -> Result:
         word = "ERROR " + result["error"].splitlines()[-1]
     else:
         word = "ok" if result["ok"] else "MISSED"
-        for key in ("median", "cp_median", "ratio", "peak", "peak_deep", "speedup"):
+        for key in ("median", "cpu", "cp_median", "ratio", "peak", "peak_deep", "speedup"):
             if result.get(key) is not None:
                 word += f"  {key} {result[key]:.2f}"
     print(f"{result['name']}: {word}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """Runs a command and says how long it took and how much memory it held; and ``cp`` beside it, for comparison.
 
-This process imports nothing large: a child's peak as the kernel counts it starts with its parent's.
+This process imports nothing large and holds no large buffer: a child's peak, as the kernel counts it, starts with
+its parent's.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a command: wall time in seconds, peak resident memory in MiB, exit code and what it printed."""
+    """One run of a command: wall and processor time in seconds, peak memory in MiB, exit code and what it printed."""
 
     seconds: float
+    cpu: float
     peak: float
     code: int
     output: str
@@ -40,7 +42,7 @@ def run(command: Sequence[str], log: Path, env: Mapping[str, str] | None = None)
         seconds = time.perf_counter() - start
     process.returncode = os.waitstatus_to_exitcode(status)
     peak = usage.ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
-    return Run(seconds, peak, process.returncode, log.read_text(errors="replace"))
+    return Run(seconds, usage.ru_utime + usage.ru_stime, peak, process.returncode, log.read_text(errors="replace"))
 
 
 def size(path: Path) -> int:
@@ -72,7 +74,7 @@ class Ballast:
         with open(self.path, "wb") as out:
             while out.tell() < nbytes:
                 with open(source, "rb") as data:
-                    while out.tell() < nbytes and (block := data.read(min(16 << 20, nbytes - out.tell()))):
+                    while out.tell() < nbytes and (block := data.read(min(1 << 20, nbytes - out.tell()))):
                         out.write(block)
         return self.path
 
