@@ -82,7 +82,7 @@ class TokenizerFiles:
     def files(self) -> dict[str, bytes]:
         """File name to content."""
         out = {
-            "tokenizer.json": _dump(self._tokenizer_json(), indent=None),
+            "tokenizer.json": _dump_parts(self._tokenizer_json()),
             "tokenizer_config.json": _dump(self._tokenizer_config()),
             "special_tokens_map.json": _dump({f"{role}_token": text for role, (_, text) in self.special.items()}),
         }
@@ -157,5 +157,18 @@ def merge_lines(pairs: Sequence[tuple[str, str]]) -> list[Any]:
     return [f"{left} {right}" for left, right in pairs]
 
 
+def _dump_parts(tree: dict[str, Any]) -> bytes:
+    """A ``tokenizer.json``, encoded part by part: at once, a large vocabulary takes ten times its size."""
+    out = bytearray(b"{")
+    for key, value in tree.items():
+        out += (b"," if len(out) > 1 else b"") + json.dumps(key).encode() + b":"
+        if key == "model":
+            parts = [json.dumps(name).encode() + b":" + _dump(part, None).rstrip() for name, part in value.items()]
+            out += b"{" + b",".join(parts) + b"}"
+        else:
+            out += _dump(value, None).rstrip()
+    return bytes(out + b"}\n")
+
+
 def _dump(value: Any, indent: int | None = 2) -> bytes:
-    return (json.dumps(value, ensure_ascii=False, indent=indent) + "\n").encode("utf-8", "surrogatepass")
+    return (json.dumps(value, ensure_ascii=False, indent=indent) + "\n").encode()

@@ -14,9 +14,13 @@ Piece = TypeVar("Piece", str, bytes)
 
 def splits(piece: Piece, ids: Mapping[Piece, int]) -> list[tuple[Piece, Piece]]:
     """Every way to put ``piece`` together from two tokens, ordered by the ids of the parts."""
-    pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-    known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
-    return sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    pairs = []
+    for cut in range(1, len(piece)):
+        left = ids.get(piece[:cut])
+        if left is not None and (right := ids.get(piece[cut:])) is not None:
+            pairs.append((left, right, cut))
+    pairs.sort()
+    return [(piece[:cut], piece[cut:]) for _, _, cut in pairs]
 
 
 def from_order(pieces: Iterable[Piece], ids: Mapping[Piece, int]) -> Iterator[tuple[Piece, Piece]]:

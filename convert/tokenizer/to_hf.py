@@ -104,15 +104,22 @@ def _normalizer(tokenizer: Tokenizer) -> dict[str, Any]:
 def merges_of(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """The merges of a SentencePiece model: those it has, or those its scores stand for.
 
-    Control, unknown and byte tokens are never parts. User-defined ones are matched in the text before anything is
-    merged, but where a file keeps their spaces escaped, llama.cpp makes them by merging after all.
+    Control, unknown and byte tokens are never parts, and added ones are taken out of the text before anything is
+    merged. User-defined tokens that are not added (a file that keeps their spaces escaped) llama.cpp makes by merging.
     """
     if tokenizer.merges or tokenizer.scores is None:
         return tokenizer.merges
-    usable = [i for i, kind in enumerate(tokenizer.types) if kind in (NORMAL, USER_DEFINED, UNUSED)]
+    added = {token.id for token in tokenizer.added}
+    usable = [
+        index
+        for index, kind in enumerate(tokenizer.types)
+        if kind in (NORMAL, USER_DEFINED, UNUSED) and index not in added
+    ]
     ids = {tokenizer.tokens[index]: index for index in usable}
     made = [index for index in usable if tokenizer.types[index] != UNUSED]
-    return list(bpe.from_order(bpe.order_by_score(tokenizer.tokens, tokenizer.scores, made), ids))
+    order = bpe.order_by_score(tokenizer.tokens, tokenizer.scores, made)
+    own = tokenizer.tokens  # pairs of the token objects themselves: copies of 500,000 pairs cost 60 MiB
+    return [(own[ids[left]], own[ids[right]]) for left, right in bpe.from_order(order, ids)]
 
 
 def _sentencepiece(tokenizer: Tokenizer) -> TokenizerFiles:

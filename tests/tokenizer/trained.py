@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import struct
 from typing import Any
 
 import pytest
@@ -70,8 +72,6 @@ def byte_fallback(text: str, *, style: str, size: int = 900) -> Tokenizer:
     )
     # Words as SentencePiece cuts them: merges never reach across a space, except in "bare", which learns them too.
     tokenizer.train_from_iterator([word for line in text.splitlines() for word in _words(line, style)], trainer)
-    import json
-
     tree = json.loads(tokenizer.to_str())
     tree["added_tokens"] = tree["added_tokens"][:3]  # byte tokens are not matched in text
     return Tokenizer.from_str(json.dumps(tree))
@@ -82,7 +82,7 @@ def _words(line: str, style: str) -> list[str]:
 
 
 def unigram(text: str, *, size: int = 500) -> Tokenizer:
-    """A Unigram tokenizer as ``tokenizers`` trains it."""
+    """A Unigram tokenizer as ``tokenizers`` trains it, with scores that a float32 holds (as SentencePiece's are)."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace()
@@ -90,7 +90,11 @@ def unigram(text: str, *, size: int = 500) -> Tokenizer:
         vocab_size=size, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator(text.splitlines(), trainer)
-    return tokenizer
+    tree = json.loads(tokenizer.to_str())
+    tree["model"]["vocab"] = [
+        [piece, struct.unpack("f", struct.pack("f", score))[0]] for piece, score in tree["model"]["vocab"]
+    ]
+    return Tokenizer.from_str(json.dumps(tree))
 
 
 def sentencepiece_model(text: str, **options: Any) -> bytes:
