@@ -273,22 +273,24 @@ def _check_heads(out: Fit, hub: Mapping[str, Any]) -> None:
 def _check_rope(out: Fit, hub: Mapping[str, Any] | None) -> None:
     """The rotary tables are computed by the class, so a wrong base never shows as a wrong tensor."""
     config = out.checkpoint.config
-    wanted = rope.inverse_frequencies(config["rope_parameters"], int(out.checkpoint.dims["hd"]))
+    stated = config["rope_parameters"]
+    if hub is not None and hub["rope_parameters"] != stated:
+        out.warnings.append(
+            f"the module was built with RoPE {dict(hub['rope_parameters'])}, the checkpoint is for {dict(stated)}"
+        )
+        return
+    frequencies = rope.inverse_frequencies(stated, int(out.checkpoint.dims["hd"]))
     for name, home in out.homes.items():
         tensor = home.tensor
         if home.parameter or tensor.is_meta or name.rsplit(".", 1)[-1] != "cos" or tensor.ndim != 2 or len(tensor) < 2:
             continue
-        found = tensor[1].detach().float().cpu()
-        cosines = torch.tensor([math.cos(f) for f in wanted])
+        row = min(len(tensor) - 1, 1024)  # far enough to tell, near enough for float32 angles
+        found = tensor[row].detach().float().cpu()
+        cosines = torch.tensor([math.cos(row * f) for f in frequencies])
         same = [torch.cat([cosines, cosines]), cosines, cosines.repeat_interleave(2)]
-        if not any(s.shape == found.shape and torch.allclose(s, found, atol=1e-2) for s in same):
+        if not any(s.shape == found.shape and torch.allclose(s, found, rtol=0, atol=2e-2) for s in same):
             out.warnings.append(
-                f"{name!r} of the module does not agree with the checkpoint's RoPE {dict(config['rope_parameters'])}: "
-                "it was built with another base or scaling, and will not compute what the checkpoint was made for"
+                f"{name!r} of the module does not agree with the checkpoint's RoPE {dict(stated)}: it was built with "
+                "another base or scaling, and will not compute what the checkpoint was made for"
             )
         return
-    if hub is not None and hub["rope_parameters"] != config["rope_parameters"]:
-        out.warnings.append(
-            f"the module was built with RoPE {dict(hub['rope_parameters'])}, the checkpoint with "
-            f"{dict(config['rope_parameters'])}"
-        )
