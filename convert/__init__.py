@@ -30,7 +30,23 @@ _HOMES = {
     "Problem": "convert.errors",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = [
+    "Checkpoint",
+    "ConvertError",
+    "Problem",
+    "UsageError",
+    "__version__",
+    "convert_checkpoint",
+    "inspect",
+    "load_into",
+    "load_scratch_config",
+    "no_init",
+    "open_checkpoint",
+    "plan_conversion",
+    "save_model",
+    "validate",
+    "verify",
+]
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint, open_checkpoint

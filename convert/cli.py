@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 
             near = get_close_matches(args[0], COMMANDS, n=3)
             if near:
-                error.message += f" Did you mean {' or '.join(near)}?"
+                raise click.UsageError(f"{error.message} Did you mean {' or '.join(near)}?", ctx) from None
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -74,7 +74,9 @@ def layout_of(raw: Mapping[str, Any], tables: list[MappingTable]) -> str | None:
     return best[1]
 
 
-def to_hub(table: MappingTable, layout: str, raw: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> Config:
+def to_hub(
+    table: MappingTable, layout: str, raw: Mapping[str, Any], recorded: Mapping[str, Any] | None = None
+) -> Config:
     """Bring a config into the hub's form.
 
     Args:
@@ -136,7 +138,9 @@ def _check_numbers(table: MappingTable, hub: Mapping[str, Any]) -> None:
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not good or not 0 <= value < 2**40 or (key == "num_hidden_layers" and value > 100_000):
             problems.append(
-                Problem("config", f"the config's {key} is {value!r}, which is no sensible number.", found=value, wanted=key)
+                Problem(
+                    "config", f"the config's {key} is {value!r}, which is no sensible number.", found=value, wanted=key
+                )
             )
     if problems:
         raise ConvertError(problems)
@@ -212,7 +216,9 @@ def to_meta(table: MappingTable, hub: Mapping[str, Any]) -> Config:
     Raises:
         ConvertError: It has no way to say what the config says.
     """
-    out: Config = {row.names["meta"]: hub[row.key] for row in table.config.values() if "meta" in row.names and row.key in hub}
+    out: Config = {
+        row.names["meta"]: hub[row.key] for row in table.config.values() if "meta" in row.names and row.key in hub
+    }
     out |= ffn_formula(int(hub["hidden_size"]), int(hub["intermediate_size"]))
     return out | rope.to_meta(hub["rope_parameters"], int(hub["hidden_size"]))
 
@@ -228,8 +234,8 @@ def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
 def ffn_formula(dim: int, width: int) -> Config:
     """``multiple_of`` and ``ffn_dim_multiplier`` for which Meta's formula gives ``width``.
 
-    Takes the values of the published models where they fit, else the largest power of two that divides the width with the
-    roundest multiplier, else the width itself as ``multiple_of``, which always fits.
+    Takes the values of the published models where they fit, else the largest power of two that divides the width with
+    the roundest multiplier, else the width itself as ``multiple_of``, which always fits.
     """
     for multiple in (256, 1024, 4096, 512, 2048, 128, 64, 32):
         for multiplier in (None, 1.3, 1.2, 1.5, 1.0):
@@ -246,7 +252,11 @@ def ffn_formula(dim: int, width: int) -> Config:
                 if multiplier > 0 and ffn_width(dim, multiple, multiplier) == width:
                     return _ffn(multiple, multiplier)
     raise ConvertError(
-        Problem("config", f"no multiple_of and ffn_dim_multiplier make Meta's formula give {width} for dim {dim}.", found=width)
+        Problem(
+            "config",
+            f"no multiple_of and ffn_dim_multiplier make Meta's formula give {width} for dim {dim}.",
+            found=width,
+        )
     )
 
 
@@ -258,7 +268,9 @@ def to_scratch(
     table: MappingTable, hub: Mapping[str, Any], dtype: str, *, book_class: str | None = None, reference: bool = False
 ) -> Config:
     """The dict that the book's classes take, dtype as a string, plus what they hard-wire when it differs."""
-    out: Config = {row.names["scratch"]: hub[row.key] for row in table.config.values() if "scratch" in row.names and row.key in hub}
+    out: Config = {
+        row.names["scratch"]: hub[row.key] for row in table.config.values() if "scratch" in row.names and row.key in hub
+    }
     out |= rope.to_scratch(hub["rope_parameters"], reference=reference)
     out["dtype"] = TORCH_NAMES.get(dtype, "float32")
     name = book_class or next(iter(table.classes), None)

@@ -45,7 +45,10 @@ def plan_conversion(
     dtype = request_dtype(options.pop("dtype", None))
     unknown = sorted(set(options) - {*_SOURCE_OPTIONS, *_REQUEST_OPTIONS})
     if unknown:
-        raise UsageError(f"unknown option {unknown[0]!r}.", hint=f"Known: {', '.join(sorted({*_SOURCE_OPTIONS, *_REQUEST_OPTIONS}))}.")
+        raise UsageError(
+            f"unknown option {unknown[0]!r}.",
+            hint=f"Known: {', '.join(sorted({*_SOURCE_OPTIONS, *_REQUEST_OPTIONS}))}.",
+        )
     opened = src
     if not isinstance(opened, Checkpoint):
         chosen = {k: v for k, v in options.items() if k in _SOURCE_OPTIONS and v is not None}
@@ -55,9 +58,13 @@ def plan_conversion(
     if source_layout is not None and opened.layout != source_layout:
         raise UsageError(
             f"{opened.path} is in the {opened.layout} layout, not {source_layout}.",
-            hint=f"Use `convert {opened.layout}-to-{to}`." if opened.layout != to else "It is in the target layout already.",
+            hint=f"Use `convert {opened.layout}-to-{to}`."
+            if opened.layout != to
+            else "It is in the target layout already.",
         )
-    request = Request(target=to, dtype=dtype, **{k: v for k, v in options.items() if k in _REQUEST_OPTIONS and v is not None})
+    request = Request(
+        target=to, dtype=dtype, **{k: v for k, v in options.items() if k in _REQUEST_OPTIONS and v is not None}
+    )
     table = None
     if names and to == "scratch":
         from convert.names import load_names

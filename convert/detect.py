@@ -94,7 +94,8 @@ def detect(
                 f"no table knows these tensor names: {sample}{' …' if len(names) > 6 else ''}.",
                 found=len(names),
                 wanted=[f"{t.family}: {', '.join(t.layouts)}" for t in tables],
-                hint="For your own module names write a names file (`convert tables init --family llama`) and give it with --names.",
+                hint="For your own module names write a names file (`convert tables init --family "
+                f"{tables[0].family}`) and give it with --names.",
             )
         )
     return ranked[0][2], ranked[0][3]
@@ -128,8 +129,8 @@ def _refuse_special(names: Collection[str], config: Mapping[str, Any] | None) ->
                 "adapter",
                 f"these are LoRA weights ({len(adapters)} tensors like {adapters[0]!r}), not a model.",
                 tensor=adapters[0],
-                hint="Merge them first. peft: model.merge_and_unload(). The book's appendix E: W + s * (A @ B).T, where s is "
-                "alpha / rank in the book's current code and alpha in llms-from-scratch 1.0.19.",
+                hint="Merge them first. peft: model.merge_and_unload(). The book's appendix E: W + s * (A @ B).T, where "
+                "s is alpha / rank in the book's current code and alpha in llms-from-scratch 1.0.19.",
             )
         )
     scheme = next(((n, what) for n in names for end, what in PACKED.items() if n.endswith(end)), None)

@@ -117,9 +117,9 @@ def _walk(node: ast.AST, lookup: Lookup) -> Any:
             return tuple(_walk(item, lookup) for item in items)
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             value = _walk(left, lookup)
-            for op, comparator in zip(ops, comparators, strict=True):
+            for comparison, comparator in zip(ops, comparators, strict=True):
                 other = _walk(comparator, lookup)
-                if not _COMPARE[type(op)](value, other):
+                if not _COMPARE[type(comparison)](value, other):
                     return False
                 value = other
             return True

@@ -125,9 +125,8 @@ def expand(table: MappingTable, dims: Dims, layout: str) -> dict[str, Slot]:
 
     def put(slot: Slot) -> None:
         if slot.name in slots:
-            raise TableError(
-                f"{table.source}: {layout}: {slot.name!r} is given by {slots[slot.name].keys[0][0]} and {slot.keys[0][0]}."
-            )
+            first, second = slots[slot.name].keys[0][0], slot.keys[0][0]
+            raise TableError(f"{table.source}: {layout}: {slot.name!r} is given by {first} and by {second}.")
         slots[slot.name] = slot
 
     def emit(rows: list[TensorRow], layer: int | None, prefix: str) -> None:

@@ -155,7 +155,8 @@ def _indexed(index: Path) -> Found:
         raise ConvertError(
             Problem(
                 "missing_file",
-                f"{index.name} names {len(files)} files and {len(missing)} of them are absent: {', '.join(missing[:8])}.",
+                f"{index.name} names {len(files)} files and {len(missing)} of them are absent: "
+                f"{', '.join(missing[:8])}.",
                 file=str(index),
                 found=len(files) - len(missing),
                 wanted=len(files),
@@ -210,7 +211,8 @@ def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:
     for key, files in sets.items():
         size = sum(p.stat().st_size for p in files)
         newest = max((p.stat().st_mtime for p in files), default=0)
-        lines.append(f"{key} ({len(files)} files, {size / 1e9:.2f} GB, {time.strftime('%Y-%m-%d %H:%M', time.localtime(newest))})")
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest))
+        lines.append(f"{key} ({len(files)} files, {size / 1e9:.2f} GB, {date})")
     return Problem(
         "two_sets",
         f"{folder} holds {len(sets)} candidate sets of weights: {'; '.join(lines)}.",

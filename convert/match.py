@@ -158,7 +158,9 @@ def _absent(out: Match, table: MappingTable, slot: Slot) -> None:
         # A from-scratch or GGUF file without a head is tied by its own loader's rule.
         if checkpoint.layout in ("scratch", "gguf") or (checkpoint.layout == "hf" and tie) or accept:
             return
-        stated = "tie_word_embeddings is false" if "tie_word_embeddings" in checkpoint.raw_config else "no tie flag is set"
+        stated = (
+            "tie_word_embeddings is false" if "tie_word_embeddings" in checkpoint.raw_config else "no tie flag is set"
+        )
         what = "Meta's layout always has one" if checkpoint.layout == "meta" else stated
         out.problems.append(
             Problem(
@@ -193,7 +195,12 @@ def _head_name(out: Match) -> str:
 def _embedding_from_head(out: Match) -> None:
     """Flag true, head stored, embedding not: transformers ties the embedding to the head (facts B3)."""
     pair = out.tied_pair()
-    if pair and pair[0] in out.logical and pair[1] not in out.logical and out.checkpoint.config.get("tie_word_embeddings"):
+    if (
+        pair
+        and pair[0] in out.logical
+        and pair[1] not in out.logical
+        and out.checkpoint.config.get("tie_word_embeddings")
+    ):
         out.logical[pair[1]], out.specs[pair[1]] = out.logical[pair[0]], out.specs[pair[0]]
         out.notes.append("the embedding is not stored; the head is, and the config ties them")
 
@@ -245,9 +252,15 @@ def _dtype_problem(slot: Slot, specs: list[TensorSpec]) -> Problem | None:
         )
     if first.is_float or first.is_quantized:
         return None
-    hint = "FP8 needs its scales; dequantise it first." if first.name.startswith("F8") else "Packed or converted weights?"
+    hint = (
+        "FP8 needs its scales; dequantise it first." if first.name.startswith("F8") else "Packed or converted weights?"
+    )
     return Problem(
-        "dtype", f"{slot.name!r} is {first.name}, which is no plain floating-point type.", tensor=slot.name, found=first.name, hint=hint
+        "dtype",
+        f"{slot.name!r} is {first.name}, which is no plain floating-point type.",
+        tensor=slot.name,
+        found=first.name,
+        hint=hint,
     )
 
 
@@ -256,12 +269,15 @@ def _replicated(out: Match, slot: Slot, specs: list[TensorSpec]) -> Source:
     sources = [open_source(s, out.checkpoint.pool) for s in specs]
     if specs[0].nbytes <= _REPLICA_LIMIT:
         first = sources[0].read(0, sources[0].shape[0]).tobytes()
-        differing = [s.file.name for s, x in zip(specs, sources, strict=True) if x.read(0, x.shape[0]).tobytes() != first]
+        differing = [
+            s.file.name for s, x in zip(specs, sources, strict=True) if x.read(0, x.shape[0]).tobytes() != first
+        ]
         if differing:
             out.problems.append(
                 Problem(
                     "replica",
-                    f"{slot.name!r} should be the same in every model-parallel file and differs in {', '.join(differing)}.",
+                    f"{slot.name!r} should be the same in every model-parallel file and differs in "
+                    f"{', '.join(differing)}.",
                     tensor=slot.name,
                     file=differing[0],
                     hint="Files of different models?",
@@ -332,7 +348,9 @@ def _check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> No
     from convert.cast import to_float32
 
     source = open_source(spec, out.checkpoint.pool)
-    wanted = np.array(rope.inverse_frequencies(out.checkpoint.config["rope_parameters"], int(out.checkpoint.dims["hd"])))
+    wanted = np.array(
+        rope.inverse_frequencies(out.checkpoint.config["rope_parameters"], int(out.checkpoint.dims["hd"]))
+    )
     if kind == "cos":
         if len(spec.shape) != 2 or spec.shape[0] < 2 or isinstance(source, StridedSource):
             return
@@ -341,8 +359,12 @@ def _check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> No
     else:
         found = to_float32(source.read(0, source.shape[0]), spec.dtype).reshape(-1)
     # Meta's and old Hugging Face files hold unscaled frequencies, in up to bfloat16's precision.
-    plain = np.array(rope.inverse_frequencies({**out.checkpoint.config["rope_parameters"], "rope_type": "default"}, 2 * len(found)))
+    plain = np.array(
+        rope.inverse_frequencies({**out.checkpoint.config["rope_parameters"], "rope_type": "default"}, 2 * len(found))
+    )
     fits = [w for w in (wanted, plain) if w.shape == found.shape and np.allclose(w, found, rtol=1e-2, atol=1e-6)]
     if not fits:
         theta = out.checkpoint.config["rope_theta"]
-        out.notes.append(f"{name} does not agree with rope_theta = {theta:g}; it is dropped, but the config may be wrong")
+        out.notes.append(
+            f"{name} does not agree with rope_theta = {theta:g}; it is dropped, but the config may be wrong"
+        )

@@ -116,7 +116,9 @@ def _put(tree: dict[str, Any], section: str, path: str, name: Any, source: str) 
     for part in path.split("."):
         node = node.get(part) if isinstance(node, dict) else None
     if not isinstance(node, dict) or "shape" not in node:
-        raise TableError(f"{source}: {section}.{path} is not a tensor of this family.", hint="See `convert tables show`.")
+        raise TableError(
+            f"{source}: {section}.{path} is not a tensor of this family.", hint="See `convert tables show`."
+        )
     if not isinstance(name, str) or not name:
         raise TableError(f"{source}: {section}.{path}: the name {name!r} is no string.")
     node[LAYOUT] = name

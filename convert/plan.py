@@ -21,7 +21,7 @@ from convert.formats.spec import Entry, FileLayout
 from convert.layout import Dims, Key, Slot, expand
 from convert.match import values
 from convert.report import fold_problems
-from convert.source import Cast, Joined, RopePermuted, Rows, Source
+from convert.source import Cast, Joined, RopePermuted, Source
 from convert.table import MappingTable
 
 #: Numpy work is cut into pieces of about this many bytes of output; with less, two threads fight over the GIL.
@@ -146,7 +146,9 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     matched = source.match
     problems = list(matched.problems)
     if request.target not in table.layouts:
-        problems.append(Problem("layout", f"the {table.family} family has no {request.target} layout.", wanted=list(table.layouts)))
+        problems.append(
+            Problem("layout", f"the {table.family} family has no {request.target} layout.", wanted=list(table.layouts))
+        )
     if problems:
         raise ConvertError(fold_problems(problems))
     tied = matched.tied(sampled=False) if _needs_tie(request) else matched.tied(sampled=True)
@@ -196,7 +198,8 @@ def refusals(table: MappingTable, dims: Dims, request: Request) -> list[Problem]
     name = request.book_class or next(iter(table.classes), None)
     if request.book_class and request.book_class not in table.classes:
         raise UsageError(
-            f"there is no class {request.book_class!r} in the {table.family} table.", hint=f"Classes: {', '.join(table.classes)}."
+            f"there is no class {request.book_class!r} in the {table.family} table.",
+            hint=f"Classes: {', '.join(table.classes)}.",
         )
     for rule in table.refuse:
         if rule.layout != request.target or (rule.book_class and rule.book_class != name):
@@ -207,7 +210,11 @@ def refusals(table: MappingTable, dims: Dims, request: Request) -> list[Problem]
             hint = "--allow-reference writes it for our own reference class." if rule.reference else None
             values_ = rule.when.explain(lambda n: dims.get(n))
             out.append(
-                Problem("refused", f"the {request.target} layout cannot hold this model: {rule.reason} ({values_}).", hint=hint)
+                Problem(
+                    "refused",
+                    f"the {request.target} layout cannot hold this model: {rule.reason} ({values_}).",
+                    hint=hint,
+                )
             )
     return out
 
@@ -250,7 +257,7 @@ def _logical(
         assert pair and key == pair[0], key
         source = matched.logical[pair[1]]
     quantized = DTYPES[source.dtype].is_quantized
-    source = values(source, dtype if dtype in ("F32", "F16", "BF16") else "F16") if quantized else source
+    source = values(source, {"F64": "F32"}.get(dtype or "F16", dtype or "F16")) if quantized else source
     if rope is not None and opened.pairing != to:
         heads = int(opened.dims.value(rope, key[1]))
         source = RopePermuted(source, head_dim=shape[0] // heads, to=to)
@@ -271,15 +278,17 @@ def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None
 
 def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims) -> None:
     """Decide files and offsets."""
+    from convert.shards import shard, split_model_parallel
+
     request = plan.request
     if request.target == "hf":
-        _shards(plan, [(slot.name, source) for slot, source in chosen])
+        shard(plan, [(slot.name, source) for slot, source in chosen])
     elif request.target == "meta":
-        _model_parallel(plan, chosen, dims)
+        split_model_parallel(plan, chosen, dims)
     elif request.target == "scratch":
         name = "model.pth" if request.format == "pth" else "model.safetensors"
         entries = [Entry(slot.name, source.dtype, slot.shape) for slot, source in chosen]
-        plan.files.append(_file(name, entries, plan))
+        plan.files.append(weight_file(name, entries, plan))
         plan.outputs += [Output(source, (Target(0, slot.name),)) for slot, source in chosen]
     else:
         from convert.gguf_plan import arrange
@@ -287,7 +296,8 @@ def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims
         arrange(plan, chosen)
 
 
-def _file(name: str, entries: list[Entry], plan: ConversionPlan) -> FileLayout:
+def weight_file(name: str, entries: list[Entry], plan: ConversionPlan) -> FileLayout:
+    """Lay out one file of weights; the suffix says in which format."""
     if name.endswith(".pth"):
         from convert.formats import torch_zip_writer
 
@@ -305,75 +315,6 @@ def safetensors_metadata(plan: ConversionPlan) -> dict[str, str]:
         "convert.qk_layout": plan.table.convention_of(plan.request.target, "rope"),
         "convert.tied": str(plan.tied).lower(),
     }
-
-
-def _shards(plan: ConversionPlan, tensors: list[tuple[str, Source]]) -> None:
-    """Fill files in order up to the limit; one file is ``model.safetensors``, several get an index."""
-    groups: list[list[tuple[str, Source]]] = [[]]
-    size = 0
-    for name, source in tensors:
-        nbytes = DTYPES[source.dtype].nbytes(source.shape)
-        if groups[-1] and size + nbytes > plan.request.max_shard_size:
-            groups.append([])
-            size = 0
-        groups[-1].append((name, source))
-        size += nbytes
-    total = len(groups)
-    for i, group in enumerate(groups):
-        name = "model.safetensors" if total == 1 else f"model-{i + 1:05d}-of-{total:05d}.safetensors"
-        plan.files.append(_file(name, [Entry(n, s.dtype, s.shape) for n, s in group], plan))
-        plan.outputs += [Output(s, (Target(i, n),)) for n, s in group]
-
-
-def _model_parallel(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims) -> None:
-    ranks = plan.request.model_parallel
-    axes: dict[str, int | None] = {}
-    problems = []
-    for slot, _ in chosen:
-        row = plan.table.rows[slot.keys[0][0]]
-        axis = None if row.parallel is None else int(dims.value(row.parallel, slot.keys[0][1]))
-        axes[slot.name] = axis if ranks > 1 else None
-        if axis is None:
-            continue
-        units = slot.shape[axis]
-        if row.rope is not None:
-            units = int(dims.value(row.rope))
-        elif row.shape[axis].text in ("K*hd", "H*hd"):
-            units = int(dims[row.shape[axis].text[0]])
-        if units % ranks:
-            problems.append(
-                Problem(
-                    "model_parallel",
-                    f"{slot.name!r} has {units} {'heads' if units != slot.shape[axis] else 'rows'} on its parallel axis, "
-                    f"which {ranks} files cannot share evenly.",
-                    tensor=slot.name,
-                    found=units,
-                    wanted=f"a multiple of {ranks}",
-                    hint="Choose a --model-parallel that divides the key/value heads.",
-                )
-            )
-    if problems:
-        raise ConvertError(fold_problems(problems))
-    for rank in range(ranks):
-        entries = [Entry(s.name, x.dtype, _share(s.shape, axes[s.name], ranks)) for s, x in chosen]
-        plan.files.append(_file(f"consolidated.{rank:02d}.pth", entries, plan))
-    for slot, source in chosen:
-        axis = axes[slot.name]
-        if axis == 0:
-            part = slot.shape[0] // ranks
-            plan.outputs += [Output(Rows(source, r * part, (r + 1) * part), (Target(r, slot.name),)) for r in range(ranks)]
-        elif axis == 1:
-            part = slot.shape[1] // ranks
-            targets = [Target(r, slot.name, (r * part, (r + 1) * part)) for r in range(ranks)]
-            plan.outputs.append(Output(source, tuple(targets)))
-        else:
-            plan.outputs.append(Output(source, tuple(Target(r, slot.name) for r in range(ranks))))
-
-
-def _share(shape: tuple[int, ...], axis: int | None, ranks: int) -> tuple[int, ...]:
-    if axis is None:
-        return shape
-    return tuple(n // ranks if i == axis else n for i, n in enumerate(shape))
 
 
 def request_dtype(name: str | None) -> str | None:

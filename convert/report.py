@@ -76,6 +76,12 @@ def human_bytes(count: int | float) -> str:
     value = float(count)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(value) < 1000 or unit == "TB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+            return (
+                f"{value:.0f} {unit}"
+                if unit == "B"
+                else f"{value:.3g} {unit}"
+                if value < 100
+                else f"{value:.0f} {unit}"
+            )
         value /= 1000
     raise AssertionError

@@ -44,7 +44,7 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     if kind not in FIELDS:
         raise _stop(
-            f"the RoPE type {kind!r} is not supported; nothing was converted, because dropping it would change the model.",
+            f"the RoPE type {kind!r} is not supported, and dropping it would change the model.",
             found=kind,
             wanted=sorted(FIELDS),
             hint=f"Supported types: {', '.join(sorted(FIELDS))}.",
@@ -110,17 +110,17 @@ def to_hf(rope: Rope) -> dict[str, Any]:
 
 
 def meta_factor(dim: int) -> float:
-    """The factor behind Meta's flag: 32 for the 3.2 1B and 3B (dim 2048, 3072), else 8 (facts: HF script, torchtune)."""
+    """The factor behind Meta's flag: 32 for 3.2 1B and 3B (dim 2048, 3072), else 8 (as HF's script and torchtune)."""
     return 32.0 if dim in (2048, 3072) else 8.0
 
 
 def from_meta(params: Mapping[str, Any], default_theta: float, recorded: Rope | None = None) -> Rope:
     """From params.json. ``recorded`` are the exact numbers that an earlier conversion kept beside it."""
     theta = float(params.get("rope_theta") or default_theta)
-    if recorded is not None and recorded["rope_theta"] == theta:
-        if (recorded["rope_type"] == "llama3") == bool(params.get("use_scaled_rope")):
-            return clean(recorded, theta)
-    if not params.get("use_scaled_rope"):
+    flag = bool(params.get("use_scaled_rope"))
+    if recorded is not None and recorded["rope_theta"] == theta and (recorded["rope_type"] == "llama3") == flag:
+        return clean(recorded, theta)
+    if not flag:
         return clean({}, theta)
     return clean({"rope_type": "llama3", "factor": meta_factor(int(params["dim"])), **META_SCALING}, theta)
 

@@ -1,14 +1,12 @@
 """Carrying a plan out: bytes to their places, in parallel, in bounded memory, complete or not at all.
 
-Output goes to a partial folder (or file) beside the target and is renamed when everything has been written, synced and
-checked. A failure at any point removes it; nothing half-written is left under the target's name.
+Where the output goes meanwhile, and how it gets its name, is :mod:`convert.output`'s business.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 import zlib
@@ -22,10 +20,11 @@ import numpy as np
 
 from convert.cast import CastLoss
 from convert.dtypes import DTYPES
-from convert.errors import ConvertError, Problem, UsageError
+from convert.errors import ConvertError, Problem
 from convert.formats.crc import crc32_combine
+from convert.output import check_target, claim, commit, remove, write_sidecar
 from convert.plan import ConversionPlan, Output, Target, piece_rows
-from convert.platform import copy_range, sync_folder, write_at
+from convert.platform import copy_range, write_at
 from convert.source import Source
 
 #: Bytes per piece that is copied inside the kernel.
@@ -88,60 +87,6 @@ class Summary:
         }
 
 
-def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool, force: bool = False) -> None:
-    """Everything that can forbid writing to ``out``, before a byte is written.
-
-    Raises:
-        UsageError: It exists and ``overwrite`` is not given, or it is the source.
-        ConvertError: The disk is too full.
-    """
-    sources = [plan.source.path, *plan.source.files]
-    if out.exists() and any(_same(out, s) for s in (*sources, plan.source.folder)):
-        raise UsageError(f"{out} is the source itself.", hint="Choose another output.")
-    if any(s.is_dir() is False and out.resolve() == s.resolve().parent and out.exists() for s in plan.source.files):
-        raise UsageError(f"{out} holds the source.", hint="Choose another output.")
-    occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
-    if occupied and not overwrite:
-        raise UsageError(f"{out} exists already.", hint="--overwrite replaces it.")
-    if occupied and out.is_dir():
-        _refuse_foreign(plan, out)
-    parent = out.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free
-    if free < plan.nbytes and not force:
-        raise ConvertError(
-            Problem(
-                "disk_full",
-                f"the output needs {plan.nbytes:,} bytes and {parent} has {free:,} free.",
-                found=free,
-                wanted=plan.nbytes,
-                hint="Free some space or choose another disk; --force tries all the same.",
-            )
-        )
-
-
-def _same(a: Path, b: Path) -> bool:
-    try:
-        return a.samefile(b)
-    except OSError:
-        return False
-
-
-def _refuse_foreign(plan: ConversionPlan, out: Path) -> None:
-    """``--overwrite`` replaces a checkpoint, never a folder in which somebody keeps other things."""
-    from convert.locate import CONFIG_NAMES, INDEX_NAMES, RECORD_NAME, SUFFIXES
-
-    known = {f.name for f in plan.files} | set(plan.sidecars) | {RECORD_NAME, *CONFIG_NAMES, *INDEX_NAMES}
-    harmless = (".json", ".txt", ".model", ".jinja", ".md", *SUFFIXES)
-    foreign = [p.name for p in out.iterdir() if p.is_dir() or (p.name not in known and p.suffix not in harmless)]
-    if foreign:
-        raise UsageError(
-            f"{out} holds more than a checkpoint ({', '.join(sorted(foreign)[:5])}); --overwrite does not replace it.",
-            hint="Remove the folder yourself, or choose another output.",
-        )
-
-
 def run(
     plan: ConversionPlan,
     out: Path,
@@ -169,17 +114,17 @@ def run(
     """
     check_target(plan, out, overwrite=overwrite, force=force)
     started = time.perf_counter()
-    partial = _claim(out)
+    partial = claim(out)
     writer = _Writer(plan, partial, progress or (lambda _: None), cancel or threading.Event())
     try:
         writer.write(threads)
         for name, value in plan.sidecars.items():
-            _sidecar(partial, name, value)
+            write_sidecar(partial, name, value)
         checked = writer.check()
-        _commit(partial, out, single=plan.single_file)
+        commit(partial, out, single=plan.single_file)
     except BaseException:
         writer.close()
-        _remove(partial)
+        remove(partial)
         raise
     finally:
         writer.close()
@@ -197,69 +142,6 @@ def run(
         underflowed=loss,
         checked_blocks=checked,
     )
-
-
-def _claim(out: Path) -> Path:
-    """Make the partial folder; its existence keeps a second run to the same target out."""
-    partial = out.with_name(out.name + ".partial")
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    lock = partial / ".lock"
-    if partial.exists():
-        if _alive(lock):
-            raise ConvertError(
-                Problem("busy", f"another conversion is writing {out}.", file=str(partial), hint="Wait for it, or choose another output.")
-            )
-        _remove(partial)
-    try:
-        partial.mkdir()
-    except FileExistsError:
-        raise ConvertError(Problem("busy", f"another conversion is writing {out}.", file=str(partial))) from None
-    lock.write_text(str(os.getpid()))
-    return partial
-
-
-def _alive(lock: Path) -> bool:
-    try:
-        pid = int(lock.read_text())
-        os.kill(pid, 0)
-    except (OSError, ValueError):
-        return False
-    return pid != os.getpid()
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _sidecar(folder: Path, name: str, value: bytes | Path) -> None:
-    target = folder / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("wb") as file:
-        if isinstance(value, bytes):
-            file.write(value)
-        else:
-            with value.open("rb") as source:
-                shutil.copyfileobj(source, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _commit(partial: Path, out: Path, *, single: bool) -> None:
-    (partial / ".lock").unlink(missing_ok=True)
-    sync_folder(partial)
-    if single:
-        for path in sorted(partial.iterdir(), key=lambda p: p.name == out.name):
-            os.replace(path, out.with_name(path.name))
-        partial.rmdir()
-    elif out.exists():
-        old = out.with_name(out.name + ".replaced")
-        _remove(old)
-        os.replace(out, old)
-        os.replace(partial, out)
-        _remove(old)
-    else:
-        os.replace(partial, out)
-    sync_folder(out.absolute().parent)
 
 
 class _Writer:
@@ -347,13 +229,15 @@ class _Writer:
             target = output.targets[0]
             at = self._offset(target) + start * source.row_bytes
             if copy_range(self.plan.source.pool.fd(path), self.fds[target.file], offset, at, count) != count:
-                raise ConvertError(Problem("truncated", f"{path.name} became shorter while it was being read.", file=str(path)))
+                raise ConvertError(
+                    Problem("truncated", f"{path.name} became shorter while it was being read.", file=str(path))
+                )
             self.progress(count)
             return
         block = source.read(start, stop)
         for target in output.targets:
             part = block if target.columns is None else np.ascontiguousarray(block[:, slice(*target.columns)])
-            raw = memoryview(np.ascontiguousarray(part).view(np.uint8)).cast("B")
+            raw = np.ascontiguousarray(part).view(np.uint8).data.cast("B")
             row = len(raw) // max(1, stop - start)
             write_at(self.fds[target.file], raw, self._offset(target) + start * row)
             if self.plan.files[target.file].needs_crc:
@@ -382,7 +266,8 @@ class _Writer:
                     problems.append(
                         Problem(
                             "overflow",
-                            f"{name!r}: {cast.loss.overflowed:,} values are too large for {cast.dtype} and would become infinite.",
+                            f"{name!r}: {cast.loss.overflowed:,} values are too large for {cast.dtype} "
+                            "and would become infinite.",
                             tensor=name,
                             found=cast.loss.overflowed,
                             wanted=0,
@@ -414,7 +299,11 @@ class _Writer:
         file = next(f for f in self.plan.files if f.name == name)
         for entry in file.entries:
             spec = read.tensors.get(entry.name)
-            if spec is None or (spec.dtype, spec.shape, spec.offset) != (entry.dtype, entry.shape, file.offsets[entry.name]):
+            if spec is None or (spec.dtype, spec.shape, spec.offset) != (
+                entry.dtype,
+                entry.shape,
+                file.offsets[entry.name],
+            ):
                 raise _check_failed(name, f"does not hold {entry.name!r} as planned")
 
     def _check_block(self, output: Output, number: int) -> None:
@@ -432,7 +321,9 @@ class _Writer:
             row = len(want) // len(block)
             got = _read(self.fds[target.file], len(want), self._offset(target) + start * row)
             if got != want:
-                raise _check_failed(self.plan.files[target.file].name, f"differs from the source in {target.name!r} at row {start}")
+                raise _check_failed(
+                    self.plan.files[target.file].name, f"differs from the source in {target.name!r} at row {start}"
+                )
 
 
 def _read(fd: int, count: int, offset: int) -> bytes:

@@ -80,7 +80,9 @@ def _factors(node: ast.AST) -> list[str | int] | None:
     return None
 
 
-def fill(table: MappingTable, config: Mapping[str, Any], layout: str, shapes: Shapes) -> tuple[dict[str, Any], list[str]]:
+def fill(
+    table: MappingTable, config: Mapping[str, Any], layout: str, shapes: Shapes
+) -> tuple[dict[str, Any], list[str]]:
     """A config with what the shapes tell added where it is silent.
 
     Args:
@@ -117,7 +119,7 @@ def fill(table: MappingTable, config: Mapping[str, Any], layout: str, shapes: Sh
                 continue
             for expr, size in zip(row.shape, shape, strict=True):
                 found = solve(table, Dims(table, out), expr, size)
-                if found and not (found[0] == primary_key(table, "H")):
+                if found and found[0] != primary_key(table, "H"):
                     learn(found[0], found[1], f"{name!r} {list(shape)}")
     for key, row_id in table.presence.items():
         if out.get(key) is None:

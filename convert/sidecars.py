@@ -74,15 +74,19 @@ def add_sidecars(plan: ConversionPlan) -> None:
 
 def _note_context(plan: ConversionPlan) -> None:
     stated = plan.source.raw_config
-    known = {row.names.get(plan.source.layout, row.key) for row in plan.table.config.values() if row.key == "max_position_embeddings"}
+    known = {
+        row.names.get(plan.source.layout, row.key)
+        for row in plan.table.config.values()
+        if row.key == "max_position_embeddings"
+    }
     recorded = plan.source.record.get("config", {})
     arch = plan.table.gguf_arch or ""
     said = any((k or "").replace("{arch}", arch) in stated for k in known) or "max_position_embeddings" in recorded
     if said or plan.source.options.context is not None or plan.source.options.size is not None:
         return
     plan.notes.append(
-        f"the source does not say how many positions it was made for; {plan.config['max_position_embeddings']} is assumed "
-        "(--context N states it)"
+        "the source does not say how many positions it was made for; "
+        f"{plan.config['max_position_embeddings']} is assumed (--context N states it)"
     )
 
 

@@ -127,7 +127,7 @@ class FileSource(Source):
         file, offset, nbytes = self.extent(start, stop)
         raw = np.empty(nbytes, np.uint8)
         if nbytes:
-            self.pool.read_into(file, memoryview(raw), offset)
+            self.pool.read_into(file, raw.data, offset)
         kind = DTYPES[self.dtype]
         if kind.is_quantized:
             return raw.reshape(stop - start, *self.shape[1:-1], -1)
@@ -168,7 +168,7 @@ class StridedSource(Source):
             return np.empty(shape, kind.storage)
         if span <= max(2 * size * math.prod(shape), WHOLE_TENSOR_LIMIT):
             raw = np.empty(span, np.uint8)
-            self.pool.read_into(self.spec.file, memoryview(raw), offset)
+            self.pool.read_into(self.spec.file, raw.data, offset)
             view = np.lib.stride_tricks.as_strided(raw.view(kind.storage), shape, [s * size for s in self.strides])
             return np.ascontiguousarray(view)
         return self._read_runs(shape, offset)
@@ -184,7 +184,7 @@ class StridedSource(Source):
         run = np.empty((shape[dense] - 1) * step + 1 if shape[dense] else 0, kind.storage)
         for index in np.ndindex(*moved.shape[:-1]):
             at = offset + sum(i * s for i, s in zip(index, others, strict=True)) * kind.block_bytes
-            self.pool.read_into(self.spec.file, memoryview(run.view(np.uint8)), at)
+            self.pool.read_into(self.spec.file, run.view(np.uint8).data, at)
             moved[index] = run[::step] if step > 1 else run
         return out
 

@@ -30,8 +30,20 @@ CONVENTIONS = {
 COMMON_NAMES = frozenset({"l", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
 
 _TOP_KEYS = frozenset(
-    "family title model_types architectures gguf_arch reference layouts extends dims config defaults presence prefix "
-    "convention top block fused ignore refuse classes sizes template".split()
+    {
+        "family",
+        "title",
+        "model_types",
+        "architectures",
+        "gguf_arch",
+        "reference",
+        "layouts",
+        "extends",
+        "dims",
+        "config",
+    }
+    | {"defaults", "presence", "prefix", "convention", "top", "block", "fused", "ignore", "refuse", "classes", "sizes"}
+    | {"template"}
 )
 _ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", "parallel", *LAYOUTS})
 _LISTS = ("fused", "ignore", "refuse")
@@ -358,19 +370,23 @@ def _check(table: MappingTable) -> None:
     known = COMMON_NAMES | set(table.dims) | set(table.config) | set(table.presence)
     known |= {k for values in table.defaults.values() for k in values}
     expressions = [e for alternatives in table.dims.values() for e in alternatives]
-    expressions += [e for row in table.rows.values() for e in (*row.shape, *row.when, *((row.rope,) if row.rope else ()))]
+    expressions += [
+        e for row in table.rows.values() for e in (*row.shape, *row.when, *((row.rope,) if row.rope else ()))
+    ]
     for expr in [*expressions, *(r.when for r in table.refuse)]:
         unknown = sorted(expr.names - known)
         if unknown:
             raise TableError(
-                f"{expr.where}: {expr.text!r} uses {unknown[0]!r}, which is neither in [dims] nor a config key of [config].",
+                f"{expr.where}: {expr.text!r} uses {unknown[0]!r}, which is neither in [dims] nor in [config].",
             )
     if strange := sorted(set(table.layouts) - set(LAYOUTS)):
         raise TableError(f"{source}: layouts: {strange[0]!r} is none of {', '.join(LAYOUTS)}.")
     for layout, conventions in table.convention.items():
         for kind, value in conventions.items():
             if layout not in LAYOUTS or value not in CONVENTIONS.get(kind, ()):
-                raise TableError(f"{source}: convention.{layout}: {kind} = {value!r} is not one of {CONVENTIONS.get(kind)}.")
+                raise TableError(
+                    f"{source}: convention.{layout}: {kind} = {value!r} is not one of {CONVENTIONS.get(kind)}."
+                )
     for row in table.rows.values():
         if row.tied_to and row.tied_to not in table.rows:
             raise TableError(f"{source}: {row.id}: tied_to names {row.tied_to!r}, which is no row.")

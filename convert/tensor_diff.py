@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from convert.dtypes import DTYPES
 from convert.report import fold_names
 from convert.rounding import holds, round_through, stored_dtype
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Bytes of float32 values of each side that are held at a time.
 BLOCK_BYTES = 32 << 20
+#: Squared error over that of the imitated quantiser (:mod:`convert.rounding`).
+BLOCK_MARGIN = 4.0
 
 
 @dataclass(slots=True)
@@ -32,6 +35,7 @@ class TensorDiff:
     Attributes:
         equal: The same values at the same places (after rounding to the coarser type, where types differ).
         turned: The same values once rows are put from one rotary order into the other, as the two sides say.
+        close: Values that differ as much as a block-quantised type of one side makes them.
         reordered: The same rows in another order than the two sides say.
         different: Other values.
         only_one: On one side only (a tied head, for instance).
@@ -39,20 +43,21 @@ class TensorDiff:
 
     equal: list[str] = field(default_factory=list)
     turned: list[str] = field(default_factory=list)
+    close: list[str] = field(default_factory=list)
     reordered: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     only_one: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
-        """Whether every tensor of both sides is equal, up to the declared rotary order."""
+        """Whether nothing is wrong: all equal, up to the declared rotary order and the rounding of block types."""
         return not (self.reordered or self.different or self.only_one)
 
     def lines(self) -> list[str]:
         """The findings for people, layers folded."""
         out = []
         total = len(self.equal) + len(self.turned)
-        if self.same:
+        if self.same and not self.close:
             turned = (
                 f", {len(self.turned)} of them in the other rotary order, as their layouts say" if self.turned else ""
             )
@@ -63,7 +68,9 @@ class TensorDiff:
             out.append(f"The same rows in another order: {_some(self.reordered)}.")
         if self.only_one:
             out.append(f"On one side only: {_some(self.only_one)}.")
-        if not self.same and total:
+        if self.close:
+            out.append(f"Equal within the rounding of a block-quantised type: {_some(self.close)}.")
+        if total and (self.close or not self.same):
             out.append(f"The other {total} tensors hold equal values.")
         return out
 
@@ -117,27 +124,42 @@ def diff(
 
 
 def _relation(a: Source, b: Source, head_dim: int, pairings: tuple[str, str] | None) -> str:
-    """``equal`` (``turned`` if two rotary orders are given), ``reordered`` or ``different``."""
+    """``equal`` (``turned`` if two rotary orders are given), ``close``, ``reordered`` or ``different``."""
     if a.shape != b.shape or (pairings and a.shape[0] % head_dim):
         return "different"
     equal = True
     a_type, b_type = stored_dtype(a), stored_dtype(b)
+    error = expected = 0.0
     energies = torch.zeros(2, math.prod(a.shape[1:]), dtype=torch.float64)
     for start, stop in _blocks(a, b, head_dim):
         x, y = _values(a, start, stop), _values(b, start, stop)
-        if not holds(b_type, a_type):
-            x = round_through(x, b_type)
-        if not holds(a_type, b_type):
-            y = round_through(y, a_type)
+        expected += _block_error(x, b_type) + _block_error(y, a_type)
+        x, y = _plainly_rounded(x, a_type, b_type), _plainly_rounded(y, b_type, a_type)
         if pairings:
             x, y = _to_half(x, head_dim, pairings[0]), _to_half(y, head_dim, pairings[1])
         equal = equal and torch.equal(x, y)
-        energies[0] += x.flatten(1).double().square().sum(0) if x.ndim > 1 else x.double().square().sum()
-        energies[1] += y.flatten(1).double().square().sum(0) if y.ndim > 1 else y.double().square().sum()
+        error += float((x - y).double().square().sum())
+        for side, values in enumerate((x, y)):
+            squares = values.double().square().sum(0)
+            energies[side] += squares.flatten() if values.ndim > 1 else squares
     if equal:
         return "turned" if pairings else "equal"
+    if error <= BLOCK_MARGIN * expected:
+        return "close"
     # The sum of squares of every column does not depend on the order of rows.
     return "reordered" if torch.allclose(energies[0], energies[1], rtol=1e-9, atol=0) else "different"
+
+
+def _plainly_rounded(values: Tensor, own: str, other: str) -> Tensor:
+    """Values through the other side's type, where that is a plain one that cannot hold them."""
+    return values if DTYPES[other].is_quantized or holds(other, own) else round_through(values, other)
+
+
+def _block_error(values: Tensor, dtype: str) -> float:
+    """Sum of squared errors to expect when ``values`` go through a block-quantised type; 0 for a plain one."""
+    if not DTYPES[dtype].is_quantized:
+        return 0.0
+    return float((round_through(values, dtype) - values).double().square().sum())
 
 
 def _blocks(a: Source, b: Source, head_dim: int) -> Iterable[tuple[int, int]]:

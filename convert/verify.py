@@ -162,6 +162,7 @@ class _Run:
         mine, other = stored_dtypes(a.reference_tensors()), stored_dtypes(b.reference_tensors())
         self.a_through, self.b_through = lossy(mine, other), lossy(other, mine)
         self.noises: list[Distance] = []
+        self.broken: list[tuple[Control, Tensor]] = []
         self.cures: list[str] = []
 
     def result(self) -> VerifyResult:
@@ -191,7 +192,9 @@ class _Run:
         for control in model.controls:
             self.on_step(f"running the control ({control.name})")
             with control.apply(model):
-                controls.append((control, compare(base, logits(model, self.ids))))
+                broken = logits(model, self.ids)
+            self.broken.append((control, broken))
+            controls.append((control, compare(base, broken)))
         self.on_step("measuring the rounding of A")
         self.noises.append(self._rounding(model, base, self.a_through))
         # Whatever the two sides are stored in: a check that could not tell the fault from bfloat16's rounding of
@@ -208,10 +211,12 @@ class _Run:
         other = logits(model, self.ids)
         distance = compare(base, other)
         if not self._within(distance):
-            for control in model.controls:
+            for control, broken in self.broken:
+                if compare(other, broken).nmse < distance.nmse / 100:
+                    self.cures.append(f"A is run with {control.fault}")
                 with control.apply(model):
                     if compare(base, logits(model, self.ids)).nmse < distance.nmse / 100:
-                        self.cures.append(control.fault)
+                        self.cures.append(f"B is run with {control.fault}")
         if self.b_through:
             self.on_step("measuring the rounding of B")
             self.noises.append(self._rounding(model, other, self.b_through))
@@ -300,9 +305,7 @@ class _Run:
             f"A and B are different models: their logits differ by NMSE {distance.nmse:.1e} (at most {tolerance:.1e} "
             f"would be rounding), from position {first} on; they agree on {distance.top1:.0%} of the next tokens."
         )
-        hints = [
-            f"They agree once B is run with {fault}: one side's rows are in the wrong order." for fault in self.cures
-        ]
+        hints = [f"They agree once {cure}: one of the two is not stored as it was taken to be." for cure in self.cures]
         if first is not None and first > 0 and not hints:
             hints.append(
                 "Position 0 is equal and later ones differ: a rotary fault (the order of the rows of Q and K, theta, "

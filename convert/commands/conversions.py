@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from convert.plan import ConversionPlan
     from convert.run import Summary
 
-_LAYOUTS = {"hf": "a Hugging Face folder", "meta": "a Meta folder", "scratch": "a from-scratch folder", "gguf": "a GGUF file"}
+_LAYOUTS = {
+    "hf": "a Hugging Face folder",
+    "meta": "a Meta folder",
+    "scratch": "a from-scratch folder",
+    "gguf": "a GGUF file",
+}
 
 _target_options = {
     "hf": stack(
@@ -26,12 +31,20 @@ _target_options = {
     ),
     "meta": stack(
         click.option(
-            "--model-parallel", type=click.IntRange(1, 64), default=1, show_default=True, help="Number of consolidated files."
+            "--model-parallel",
+            type=click.IntRange(1, 64),
+            default=1,
+            show_default=True,
+            help="Number of consolidated files.",
         ),
     ),
     "scratch": stack(
         click.option(
-            "--format", type=click.Choice(["safetensors", "pth"]), default="safetensors", show_default=True, help="File format."
+            "--format",
+            type=click.Choice(["safetensors", "pth"]),
+            default="safetensors",
+            show_default=True,
+            help="File format.",
         ),
     ),
 }
@@ -46,7 +59,9 @@ def _command(source: str | None, target: str) -> click.Command:
     def callback(src: str, out: str, **options: Any) -> int:
         return convert(src, out, target=target, source=source, **options)
 
-    decorated = stack(_target_options.get(target, lambda f: f), conversion_options, source_options, output_options)(callback)
+    decorated = stack(_target_options.get(target, lambda f: f), conversion_options, source_options, output_options)(
+        callback
+    )
     what = _LAYOUTS[source] if source else "any checkpoint"
     return click.command(
         f"{source}-to-{target}",
@@ -127,7 +142,13 @@ def _progress(plan: ConversionPlan, *, quiet: bool) -> Iterator[Callable[[int], 
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     total = sum(e.nbytes for f in plan.files for e in f.entries)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("converting", total=total)
         yield lambda n: bar.advance(task, n)
@@ -178,7 +199,8 @@ def _tell(plan: ConversionPlan, summary: Summary) -> None:
     rate = summary.bytes_written / max(summary.seconds, 1e-9)
     click.echo(
         f"{plan.source.path} ({plan.source.family}, {plan.source.layout}) → {summary.out} ({plan.request.target}): "
-        f"{summary.tensors} tensors, {human_bytes(summary.bytes_written)} in {summary.seconds:.1f} s ({human_bytes(rate)}/s)"
+        f"{summary.tensors} tensors, {human_bytes(summary.bytes_written)} in {summary.seconds:.1f} s "
+        f"({human_bytes(rate)}/s)"
     )
     for note in summary.notes:
         click.echo(f"  note: {note}")

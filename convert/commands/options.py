@@ -45,7 +45,9 @@ def stack(*decorators: Decorator) -> Decorator:
 
 source_options = stack(
     click.option("--family", metavar="NAME", help="Family of the model, where it is not recognised."),
-    click.option("--layout", type=click.Choice(["hf", "meta", "scratch", "gguf"]), help="Layout of the source's names."),
+    click.option(
+        "--layout", type=click.Choice(["hf", "meta", "scratch", "gguf"]), help="Layout of the source's names."
+    ),
     click.option(
         "--qk-layout",
         type=click.Choice(["meta", "hf"]),
@@ -55,8 +57,12 @@ source_options = stack(
     click.option("--names", metavar="FILE", help="Names file of your own module, or llama2c, nanogpt, litgpt."),
     click.option("--config", metavar="FILE", help="Config: config.json, params.json or the book's dict."),
     click.option("--size", metavar="NAME", help="Published size that fills a missing config (llama3.2-1b …)."),
-    click.option("--context", type=click.IntRange(min=1), metavar="N", help="Positions, where the source does not say."),
-    click.option("--tie", type=click.Choice(["share", "copy"]), help="Head: one with the embedding, or a tensor of its own."),
+    click.option(
+        "--context", type=click.IntRange(min=1), metavar="N", help="Positions, where the source does not say."
+    ),
+    click.option(
+        "--tie", type=click.Choice(["share", "copy"]), help="Head: one with the embedding, or a tensor of its own."
+    ),
 )
 
 output_options = stack(
@@ -83,7 +89,9 @@ conversion_options = stack(
         help="Run source and output on the reference model: auto does it when there is a GPU.",
     ),
     click.option("--class", "book_class", metavar="NAME", help="Variant of the book's class."),
-    click.option("--allow-reference", is_flag=True, help="Write what the book's class cannot hold, for our reference class."),
+    click.option(
+        "--allow-reference", is_flag=True, help="Write what the book's class cannot hold, for our reference class."
+    ),
     click.option("--no-tokenizer", is_flag=True, help="Convert the weights alone."),
     click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers."),
     click.option("--force", is_flag=True, help="Go on although disk space or memory look too small."),

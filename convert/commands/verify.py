@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     type=click.Choice(["float32", "float64", "bfloat16", "float16"]),
     help="Arithmetic of the reference model.",
 )
-@click.option("--tokens", "n_tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Number of fixed token ids.")
+@click.option(
+    "--tokens",
+    "n_tokens",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Number of fixed token ids.",
+)
 @click.option("--text", help="Text (or @FILE) to run on instead; needs a tokenizer beside A or B.")
 @click.option("--names", metavar="FILE", help="Names file of the side that is from scratch.")
 @click.option("--names-b", metavar="FILE", help="Names file of B, where both sides are from scratch.")
@@ -90,7 +97,13 @@ def show(result: VerifyResult) -> None:
     control = value["control"] or {}
     click.echo(f"verify: {result.verdict} (on {result.device}, {result.dtype}, {result.n_tokens} tokens)")
     click.echo(f"  {result.message}")
-    rows = [("max |Δ|", "max_abs"), ("NMSE", "nmse"), ("KL mean", "kl_mean"), ("KL max", "kl_max"), ("top-1 agreement", "top1")]
+    rows = [
+        ("max |Δ|", "max_abs"),
+        ("NMSE", "nmse"),
+        ("KL mean", "kl_mean"),
+        ("KL max", "kl_max"),
+        ("top-1 agreement", "top1"),
+    ]
     click.echo(f"  {'':22}{'A against B':>14}{'broken copy':>14}")
     for label, key in rows:
         click.echo(f"  {label:22}{_number(value[key]):>14}{_number(control.get(key)):>14}")

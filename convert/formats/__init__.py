@@ -1,0 +1,1 @@
+"""Containers: they know files and nothing of models."""

@@ -63,7 +63,9 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
         if len(found) != len(items):
             names = [k for k, _ in items]
             twice = next(k for k in found if names.count(k) > 1)
-            raise _broken(path, f"names {twice!r} twice in its header", "Rewrite the file; one of the two would win silently.")
+            raise _broken(
+                path, f"names {twice!r} twice in its header", "Rewrite the file; one of the two would win silently."
+            )
         return found
 
     try:
@@ -110,7 +112,9 @@ def _coverage(path: Path, tensors: Mapping[str, TensorSpec], base: int, size: in
     at, problems = base, []
     for name, spec in tensors.items():
         if spec.offset != at:
-            word = "overlaps the tensor before it" if spec.offset < at else f"leaves a gap of {spec.offset - at:,} bytes"
+            word = (
+                "overlaps the tensor before it" if spec.offset < at else f"leaves a gap of {spec.offset - at:,} bytes"
+            )
             problems.append(Problem("header", f"{path.name}: {name!r} {word}.", tensor=name, file=str(path)))
         at = spec.offset + spec.nbytes
     if at != size and not problems:

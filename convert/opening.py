@@ -1,0 +1,154 @@
+"""The config of a source: found, read, brought into the hub's form, and completed from shapes.
+
+Head counts do not follow from shapes; a source without a config and without ``--config`` or ``--size`` is refused with
+the counts that would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convert import config as configs
+from convert import shapes
+from convert.errors import ConvertError, Problem, UsageError
+from convert.formats.spec import Container, TensorSpec
+from convert.locate import Found
+from convert.table import MappingTable, families, load_table
+
+if TYPE_CHECKING:
+    from convert.checkpoint import Options
+
+
+def find_config(
+    found: Found, containers: list[Container], options: Options, wrapped: dict[str, Any]
+) -> tuple[dict[str, Any] | None, str | None]:
+    """The raw config and whose spelling it is in; (None, None) where there is none.
+
+    Raises:
+        UsageError: ``--config`` names no file.
+        ConvertError: The file is no config of a known kind.
+    """
+    if isinstance(options.config, Mapping):
+        raw, path = configs.plain(options.config), Path("config")
+    elif options.config is not None:
+        path = Path(options.config)
+        if not path.is_file():
+            raise UsageError(f"--config {path}: no such file.")
+        raw = configs.read_json(path)
+    elif found.format == "gguf":
+        return dict(containers[0].metadata), "gguf"
+    elif found.config is not None:
+        path = found.config
+        raw = configs.read_json(path)
+    elif wrapped:
+        raw, path = wrapped, found.files[0]
+    else:
+        return None, None
+    if not isinstance(raw, dict):
+        raise ConvertError(Problem("config", f"{path.name} is not a JSON object.", file=str(path)))
+    layout = configs.layout_of(raw, [load_table(f) for f in families()])
+    if layout is None and isinstance(raw.get("model"), dict):
+        layout = configs.layout_of(raw["model"], [load_table(f) for f in families()])
+    if layout is None and not wrapped:
+        raise ConvertError(
+            Problem(
+                "config",
+                f"{path.name} is no config of a kind known here: it has {', '.join(map(repr, list(raw)[:6]))}.",
+                file=str(path),
+                hint="config.json, params.json and the book's dict are known.",
+            )
+        )
+    return (raw, layout) if layout else (None, None)
+
+
+def hub_config(
+    table: MappingTable,
+    layout: str,
+    raw: dict[str, Any] | None,
+    config_layout: str | None,
+    options: Options,
+    record: dict[str, Any],
+    tensors: dict[str, list[TensorSpec]],
+    containers: list[Container],
+    notes: list[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The hub config, complete, and the config as its file holds it.
+
+    Raises:
+        ConvertError: There is none, and head counts do not follow from shapes; what would fit is listed.
+    """
+    full = shapes_of(table, layout, tensors)
+    if options.size:
+        published = configs.published(table, options.size)
+    recorded = record.get("config") if isinstance(record.get("config"), dict) else None
+    if raw is not None and config_layout is not None:
+        hub = configs.to_hub(table, config_layout, raw, recorded)
+        if options.size:
+            hub = {**published, **hub}
+    elif options.size:
+        hub = published
+        notes.append(f"config taken from the published size {options.size}")
+    elif recorded:
+        hub = configs.to_hub(table, "hf", recorded)
+    else:
+        raise _no_config(table, layout, full)
+    if config_layout == "gguf":
+        hub = _gguf_scaling(hub, tensors, containers[0], record)
+    hub, learned = shapes.fill(table, hub, layout, full)
+    notes += learned if config_layout in ("hf", None) else []
+    if options.context is not None:
+        hub["max_position_embeddings"] = options.context
+    return hub, dict(raw or {})
+
+
+def _gguf_scaling(
+    hub: dict[str, Any], tensors: dict[str, list[TensorSpec]], container: Container, record: dict[str, Any]
+) -> dict[str, Any]:
+    """llama3 scaling lies in a tensor of divisors (facts: gguf.md section 3)."""
+    import json
+
+    from convert import rope
+
+    spec = next(iter(tensors.get("rope_freqs.weight", ())), None)
+    if spec is None or hub["rope_type"] != "default":
+        return hub
+    with spec.file.open("rb") as file:
+        file.seek(spec.offset)
+        raw = file.read(spec.nbytes)
+    import numpy as np
+
+    values = np.frombuffer(raw, "<f4").astype(float).tolist()
+    stated = container.metadata.get("convert.rope_parameters")
+    recorded = json.loads(stated) if isinstance(stated, str) else record.get("config", {}).get("rope_parameters")
+    head_dim = 2 * len(values)
+    return configs.with_rope(hub, rope.from_divisors(values, hub["rope_theta"], head_dim, recorded))
+
+
+def shapes_of(table: MappingTable, layout: str, tensors: Mapping[str, list[TensorSpec]]) -> dict[str, tuple[int, ...]]:
+    """Full shape of every tensor; model-parallel parts joined (their axis follows from the model width)."""
+    from convert.match import joined_shape, model_width
+
+    width = model_width(table, layout, tensors)
+    return {name: joined_shape(specs, width) for name, specs in tensors.items()}
+
+
+def _no_config(table: MappingTable, layout: str, full: Mapping[str, tuple[int, ...]]) -> ConvertError:
+    name = {
+        row.id: ((table.prefix.get(layout, "") if row.in_block else "") + row.names[layout]).replace("{l}", "0")
+        for row in table.rows.values()
+        if layout in row.names
+    }
+    q, k = full.get(name.get("block.attn.q", "")), full.get(name.get("block.attn.k", ""))
+    candidates = shapes.head_candidates({}, q[0], k[0]) if q and k else []
+    return ConvertError(
+        Problem(
+            "config",
+            "there is no config, and head counts do not follow from tensor shapes."
+            + (f" These fit: {'; '.join(candidates)}." if candidates else ""),
+            wanted="a config",
+            hint="Give one with --config FILE (config.json, params.json or the book's dict), or --size "
+            f"{{{','.join(sorted(table.sizes))}}}.",
+        )
+    )
