@@ -17,6 +17,7 @@ from convert.errors import ConvertError, TableError, UsageError
 from convert.reference.loading import fill, load_reference, read_tensor
 from convert.rounding import grain, holds, perturb, round_through, stored_dtype
 from convert.source import Cast, Joined, Rows, Source
+from convert.tensor_diff import diff_tensors
 from convert.verify import SCHEMA, VerifyResult, verify
 from tests.fixtures.shapes import get_shape
 from tests.fixtures.weights import Tensors, tokens
@@ -91,7 +92,10 @@ def test_unpermuted_q_and_k_fail_from_position_1_and_the_hint_says_why(stored):
     b.pairing = "half" if stored == "interleaved" else "interleaved"
     got = run(a, b)
     assert (got.verdict, got.first_diff_position) == ("fail", 1)
-    assert "other rotary order" in got.hints[0]
+    assert "once B is run with the rows of Q and K in the other rotary order" in " ".join(got.hints)
+    back = run(b, a)
+    assert (back.verdict, back.first_diff_position) == ("fail", 1)
+    assert "once A is run with" in " ".join(back.hints)
     assert got.distance.by_position[0] < got.tolerance
 
 
@@ -243,6 +247,8 @@ def test_quantised_sides_have_the_tolerance_of_their_type(name):
     assert got.distance.nmse <= got.tolerance
     assert got.verdict == ("pass" if name == "Q8_0" else got.verdict)
     assert got.verdict in ("pass", "weak")
+    assert diff_tensors(a, b).same
+    assert len(diff_tensors(a, b).close) == 16
     if name == "Q8_0":
         broken = replace(b, pairing="half")
         assert run(a, broken).verdict == "fail"
