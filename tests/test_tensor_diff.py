@@ -8,7 +8,7 @@ import torch
 from convert import tensor_diff
 from convert.tensor_diff import diff_tensors
 from tests.fixtures.shapes import get_shape
-from tests.reference.models import StandIn, stand_in
+from tests.reference.models import StandIn, interleaved, one_thread, stand_in  # noqa: F401
 
 QK = [f"trf_blocks.{layer}.att.W_{part}.weight" for layer in range(2) for part in ("query", "key")]
 
@@ -38,8 +38,6 @@ def test_the_declared_rotary_order_is_equality(shape):
 
 def test_k_with_the_wrong_head_count_is_an_order_nobody_declared():
     a, b = stand_in("gqa8"), stand_in("gqa8", pairing="interleaved")
-    from tests.reference.models import interleaved
-
     wrong = interleaved(a.state, replace(get_shape("gqa8"), kv_heads=4))
     b.state = {k: wrong[k] if "k_proj" in k else t for k, t in b.state.items()}
     got = diff_tensors(a, b)

@@ -21,7 +21,7 @@ from convert.tensor_diff import diff_tensors
 from convert.verify import SCHEMA, VerifyResult, verify
 from tests.fixtures.shapes import get_shape
 from tests.fixtures.weights import Tensors, tokens
-from tests.reference.models import StandIn, TensorSource, interleaved, model_of, stand_in
+from tests.reference.models import StandIn, TensorSource, interleaved, model_of, one_thread, stand_in  # noqa: F401
 
 KEYS = ["schema", "verdict", "device", "max_abs", "nmse", "kl_max", "kl_mean", "top1", "first_diff_position", "control"]
 

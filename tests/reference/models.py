@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from convert.reference import reference_for
@@ -24,6 +25,15 @@ _TOP = {
     "lm_head": "out_head",
     "model.layers": "trf_blocks",
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """For the modules that import it: on tiny models, threads only wait for each other (sevenfold on a busy machine)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def reference_names(state: Tensors) -> Tensors:

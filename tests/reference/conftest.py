@@ -1,0 +1,3 @@
+from __future__ import annotations
+
+from tests.reference.models import one_thread  # noqa: F401
