@@ -29,7 +29,7 @@ _TOP = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """For the modules that import it: on tiny models, threads only wait for each other (sevenfold on a busy machine)."""
+    """For the modules that import it: on tiny models, threads wait for each other (7 x on a busy machine)."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
