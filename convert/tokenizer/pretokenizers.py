@@ -142,6 +142,7 @@ PRETOKENIZERS: tuple[Pretokenizer, ...] = (
         "CohereLabs/tiny-aya",
         normalizer="NFC",
         aliases=("cohere2moe",),
+        caveat="llama.cpp cuts numbers of four or more digits otherwise where a letter follows at once (1234x)",
     ),
     Pretokenizer(
         "deepseek-v3",
@@ -153,6 +154,7 @@ PRETOKENIZERS: tuple[Pretokenizer, ...] = (
         "deepseek-coder",
         (_split(r"[\r\n]"), _split(r"\s?\p{L}+"), _split(r"\s?\p{P}+"), _split("[一-龥ࠀ-一가-\ud7ff]+"), DIGITS),
         "deepseek-ai/deepseek-coder-6.7b-base",
+        caveat="llama.cpp keeps an ideographic space together with a space before it",
     ),
     Pretokenizer(
         "default",

@@ -108,6 +108,7 @@ def gguf_metadata(
     if tokenizer.normalizer != (rules.normalizer if rules else None):
         out[NORMALIZER_KEY] = Str(tokenizer.normalizer or "")
     out |= _special(tokenizer, config or {}, generation_config or {}, len(tokens))
+    tokenizer.notes[:] = dict.fromkeys(tokenizer.notes)  # planning and writing may both come here
     return out | _templates(tokenizer)
 
 

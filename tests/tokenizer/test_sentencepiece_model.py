@@ -81,6 +81,24 @@ def test_ids_equal_in_all_four(name: str, multilingual: str, texts: list[str], t
         assert ids == wanted, text
 
 
+def test_transformers_reads_what_comes_back_from_gguf(multilingual: str, texts: list[str], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = trained.sentencepiece_model(multilingual, **MODELS["llama 2"])
+    (tmp_path / "tokenizer.model").write_bytes(raw)
+    keys = gguf_metadata(read_tokenizer(tmp_path), rows=1003)
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, content in hf_files(llama_cpp.values(keys)).items():
+        (out / name).write_bytes(content)
+    (out / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=raw)
+    for text in texts:
+        assert tokenizer(text).input_ids == [1, *oracle.encode(text)], text
+        assert tokenizer.decode(oracle.encode(text)) == text
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
+
+
 def test_bos_is_added_unless_told_otherwise(multilingual: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(trained.sentencepiece_model(multilingual, **MODELS["llama 2"]))
     tokenizer = read_tokenizer(tmp_path)
