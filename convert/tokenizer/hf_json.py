@@ -185,7 +185,7 @@ def _normalizer(tokenizer: Tokenizer, tree: Mapping[str, Any] | None) -> None:
         kind, pattern = node.get("type"), node.get("pattern") or {}
         if kind in _FORMS:
             tokenizer.normalizer = kind
-            tokenizer.notes.append(f"The tokenizer brings text to Unicode form {kind} first; llama.cpp does not.")
+            tokenizer.caveats.append(f"The tokenizer brings text to Unicode form {kind} first; llama.cpp does not.")
         elif tokenizer.kind == BYTE_LEVEL:
             tokenizer.blockers.append(f"it normalises text by {kind}, which llama.cpp cannot do")
         elif kind == "Precompiled":
@@ -219,7 +219,7 @@ def _sentencepiece_split(tokenizer: Tokenizer, tree: Mapping[str, Any] | None) -
             tokenizer.space_prefix = tokenizer.space_prefix or scheme != "never"
             escaped = True
             if scheme != "never":
-                tokenizer.notes.append(
+                tokenizer.caveats.append(
                     "Text that begins with a space gets one more token in llama.cpp: the tokenizer puts no second "
                     "space before it (Metaspace)."
                 )

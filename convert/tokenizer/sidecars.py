@@ -78,7 +78,7 @@ def _apply(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> Non
     tokenizer.chat_templates = chat_templates(folder, config)
     stripping = [token.content for token in tokenizer.added if token.lstrip or token.rstrip]
     if stripping:
-        tokenizer.notes.append(
+        tokenizer.caveats.append(
             f"{len(stripping)} added tokens take white space beside them ({stripping[0]!r}); a GGUF file cannot say so."
         )
 

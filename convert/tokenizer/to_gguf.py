@@ -108,7 +108,9 @@ def gguf_metadata(
     if tokenizer.normalizer != (rules.normalizer if rules else None):
         out[NORMALIZER_KEY] = Str(tokenizer.normalizer or "")
     out |= _special(tokenizer, config or {}, generation_config or {}, len(tokens))
-    tokenizer.notes[:] = dict.fromkeys(tokenizer.notes)  # planning and writing may both come here
+    tokenizer.notes[:] = dict.fromkeys(
+        [*tokenizer.notes, *tokenizer.caveats]
+    )  # planning and writing may both come here
     return out | _templates(tokenizer)
 
 

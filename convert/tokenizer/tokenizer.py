@@ -53,6 +53,7 @@ class Tokenizer:
         chat_templates: Name to Jinja source; the plain one is ``default``.
         max_length: Context length in tokens, or None.
         blockers: Why llama.cpp cannot do what this tokenizer does; empty when it can.
+        caveats: What llama.cpp does a little otherwise; they become notes when a GGUF file is written.
         notes: What a user should know about a conversion of it.
         files: Hugging Face files as they were found, to be carried unchanged; empty for other sources.
     """
@@ -78,6 +79,7 @@ class Tokenizer:
     chat_templates: dict[str, str] = field(default_factory=dict)
     max_length: int | None = None
     blockers: list[str] = field(default_factory=list)
+    caveats: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
 

@@ -204,6 +204,23 @@ def test_the_unicode_form_survives_the_round_trip(multilingual: str, tmp_path: P
             assert back.encode(text).ids == maker.encode(text).ids
 
 
+def test_notes_speak_of_gguf_only_when_one_is_written(multilingual: str, tmp_path: Path) -> None:
+    tokenizer = trained.byte_level(multilingual)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    source = read_tokenizer(save(tokenizer, tmp_path / "hf", eos_token="<|end|>"))
+    assert source.notes == []
+    gguf_metadata(source, rows=602)
+    once = list(source.notes)
+    assert [word for word in ("NFC", "<mask>", "602 rows") if any(word in note for note in once)] == [
+        "NFC",
+        "<mask>",
+        "602 rows",
+    ]
+    gguf_metadata(source, rows=602)
+    assert source.notes == once
+
+
 def test_rows_win(multilingual: str, tmp_path: Path) -> None:
     tokenizer = trained.byte_level(multilingual)
     tokenizer.add_tokens(["[PAD602]"])  # takes id 600, and the text of the padding at 602
