@@ -45,7 +45,7 @@ class Fit:
         head: The pair of the tied tensor (the head), if the module has it.
         base: The pair of what it is tied to (the embedding).
         tied: Whether the two are one in the checkpoint; known after :meth:`check_tie`.
-        problems: What forbids filling.
+        problems: What forbids filling, beyond what is wrong with the checkpoint itself (``checkpoint.match.problems``).
         missing: Parameters of the module that the checkpoint has nothing for.
         unexpected: Tensors of the checkpoint that have no place.
         notes: Remarks.
@@ -68,6 +68,8 @@ class Fit:
 
     def check_tie(self) -> None:
         """Find out whether head and embedding are one (may read both), and whether the module can hold that."""
+        if self.checkpoint.match.problems or self.problems:
+            return
         self.tied = self.checkpoint.match.tied(sampled=False)
         together = self.head is not None and self.base is not None and self.head.home is self.base.home
         if together and not self.tied:
@@ -108,7 +110,6 @@ def fit(
     """
     table, found_layout, named = with_layout(homes(model), layout=layout, names=names, family=ckpt.family)
     out = Fit(ckpt, table, found_layout, named)
-    out.problems += ckpt.match.problems
     hub = _own_config(out, model)
     if hub is not None:
         _check_heads(out, hub)

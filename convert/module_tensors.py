@@ -96,7 +96,12 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def with_layout(
-    found: Mapping[str, Home], *, layout: str | None = None, names: str | Path | None = None, family: str | None = None
+    found: Mapping[str, Home],
+    *,
+    layout: str | None = None,
+    names: str | Path | None = None,
+    family: str | None = None,
+    model_type: str | None = None,
 ) -> tuple[MappingTable, str, dict[str, Home]]:
     """Whose names a module has.
 
@@ -105,6 +110,7 @@ def with_layout(
         layout: The layout of its names, where it shall not be detected.
         names: A names file for a module with names of its own.
         family: Its family.
+        model_type: Its config's ``model_type``, where the family is to be found.
 
     Returns:
         The table, the layout, and the homes by the names that the layout has for them (a Hugging Face base model
@@ -124,7 +130,7 @@ def with_layout(
     weights = [n for n, home in found.items() if home.parameter]
     table, layout = detect(
         weights,
-        None,
+        {"model_type": model_type} if model_type else None,
         format="module",
         family=None if table else family,
         layout=layout or ("scratch" if names is not None else None),

@@ -24,7 +24,7 @@ from convert.module_fit import Fit, fit
 from convert.module_tensors import FLOATS, TYPES, Home, config_of, distinct, torch_dtype
 from convert.plan import slot_source
 from convert.report import fold_problems
-from convert.run import _within as casts_within
+from convert.run import casts_within
 from convert.source import Source
 
 _OPTIONS = ("family", "config", "size", "key", "qk_layout", "context")
@@ -120,10 +120,10 @@ def load_into(
     opened = _open(model, src, names, source_names, options)
     try:
         found = fit(opened, model, layout=layout, names=names, strict=strict, dtype=wanted)
-        if not found.problems:
-            found.check_tie()
-        if found.problems:
-            raise ConvertError(fold_problems(found.problems))
+        found.check_tie()
+        problems = [*opened.match.problems, *found.problems]
+        if problems:
+            raise ConvertError(fold_problems(problems))
         report = _report(opened, found)
         tasks = _tasks(opened, found, tie, wanted, report)
         _materialise(model, found, tasks, device, wanted, report)
@@ -143,7 +143,9 @@ def load_into(
 def check_module(
     ckpt: Checkpoint, model: nn.Module, *, layout: str | None = None, names: str | Path | None = None
 ) -> list[Problem]:
-    """Everything that :func:`load_into` would refuse ``ckpt`` for ``model`` for; reads no weights but tied ones.
+    """Why :func:`load_into` would refuse this pair, beyond what is wrong with the checkpoint (``ckpt.match.problems``).
+
+    Reads no weights, except head and embedding where the module has them tied.
 
     Args:
         ckpt: The opened checkpoint.
@@ -153,7 +155,7 @@ def check_module(
     """
     try:
         found = fit(ckpt, model, layout=layout, names=names)
-        if not found.problems:
+        if found.head is not None and found.base is not None and found.head.home is found.base.home:
             found.check_tie()
     except ConvertError as error:
         return list(error.problems)

@@ -63,6 +63,10 @@ class FilePool:
                 )
             )
 
+    def source(self, spec: TensorSpec) -> Source:
+        """The source for a stored tensor."""
+        return FileSource(spec, self) if spec.strides is None else StridedSource(spec, self)
+
     def close(self) -> None:
         """Close every descriptor."""
         with self._lock:
@@ -191,7 +195,7 @@ class StridedSource(Source):
 
 def open_source(spec: TensorSpec, pool: FilePool) -> Source:
     """The source for a stored tensor."""
-    return FileSource(spec, pool) if spec.strides is None else StridedSource(spec, pool)
+    return pool.source(spec)
 
 
 class Joined(Source):

@@ -490,3 +490,14 @@ def test_on_cuda(tmp_path, dtype):
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor.cpu(), on_cpu.state_dict()[name]), name
         assert logits(model, ids.cuda()).isfinite().all()
+
+
+def test_validate_with_a_module(tmp_path):
+    made = make_hf(tmp_path / "hf", "std")
+    assert convert.validate(made.path, model=book_model(made.shape)).ok
+    found = convert.validate(made.path, model=book_model(made.shape, hidden_dim=81))
+    assert not found.ok and {p.kind for p in found.problems} == {"shape"}
+    (tmp_path / "mine.toml").write_text(NAMES)
+    mine = Mine(made.shape, head=True)
+    assert convert.validate(made.path, model=mine, names=tmp_path / "mine.toml").ok
+    assert [p.kind for p in convert.validate(made.path, model=mine).problems] == ["unknown_names"]
