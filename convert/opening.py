@@ -79,7 +79,8 @@ def hub_config(
     Raises:
         ConvertError: There is none, and head counts do not follow from shapes; what would fit is listed.
     """
-    full = shapes_of(table, layout, tensors)
+    parts = max(map(len, tensors.values()))  # the shape of a tensor that some model-parallel files lack is not known
+    full = shapes_of(table, layout, {n: s for n, s in tensors.items() if len(s) == parts})
     if options.size:
         published = configs.published(table, options.size)
     recorded = record.get("config") if isinstance(record.get("config"), dict) else None

@@ -106,26 +106,39 @@ def validate(
         scan: Also read every value, for NaN, infinities and tensors of zeros.
         threads: Workers of the scan.
         progress: Called with the bytes that the scan has read since the last call, from any thread.
-        **options: As :func:`convert.open_checkpoint`.
+        **options: As :func:`convert.open_checkpoint`; with ``model``, ``names`` are the module's (and the source's,
+            where it has the same).
 
     Raises:
         UsageError: There is nothing at ``src``, or an option does not exist.
     """
     if isinstance(src, Checkpoint):
-        return _validate(src, model, scan, threads, progress)
+        return _validate(src, model, options.get("names"), scan, threads, progress)
+    names = options.pop("names", None) if model is not None else None
     try:
-        checkpoint = open_checkpoint(src, **options)
+        checkpoint = _open(src, names, options)
     except UsageError:
         raise
     except ConvertError as error:
         return Validation(Path(src), list(error.problems), checked="not opened")
     with checkpoint:
-        return _validate(checkpoint, model, scan, threads, progress)
+        return _validate(checkpoint, model, names, scan, threads, progress)
+
+
+def _open(src: str | Path, names: str | Path | None, options: dict[str, Any]) -> Checkpoint:
+    """Open a source that may or may not have the module's own names."""
+    try:
+        return open_checkpoint(src, **options)
+    except ConvertError as error:
+        if names is None or error.problems[0].kind != "unknown_names":
+            raise
+    return open_checkpoint(src, names=names, **options)
 
 
 def _validate(
     checkpoint: Checkpoint,
     model: torch.nn.Module | None,
+    names: str | Path | None,
     scan: bool,
     threads: int,
     progress: Callable[[int], None] | None,
@@ -149,7 +162,7 @@ def _validate(
     if model is not None:
         from convert.modules import check_module
 
-        out.problems += check_module(model, checkpoint)
+        out.problems += check_module(checkpoint, model, names=names)
         out.checked += "; it loads into the module"
     return out
 
