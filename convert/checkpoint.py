@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
-from convert.detect import detect
+from convert.detect import detect, known
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
+from convert.gguf_record import record_of
 from convert.layout import Dims
-from convert.locate import Found, audit_index, locate
-from convert.names import load_names
+from convert.locate import RECORD_NAME, Found, audit_index, locate
+from convert.names import load_names, names_table
 from convert.opening import find_config, hub_config
 from convert.source import FilePool, Source
 from convert.table import MappingTable
@@ -178,19 +179,19 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     if found.format == "safetensors":
         tensors = _strip(tensors, notes)
     raw, config_layout = find_config(found, containers, chosen, wrapped)
-    table = load_names(chosen.names) if chosen.names else chosen.table
+    record = (record_of(containers[0].metadata) if found.format == "gguf" else {}) or _record(found)
+    table = _names_table(chosen, record, notes)
     if table is not None and chosen.family and chosen.family != table.family:
         raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
-    tensors = _hf_prefix(tensors, notes)
+    tensors = _hf_prefix(_common_first_part(tensors, table, notes), notes)
     table, layout = detect(
         tensors,
         raw or None,
         format=found.format,
         family=chosen.family or ((raw or {}).get("family") if config_layout == "scratch" else None),
-        layout=chosen.layout or ("scratch" if chosen.names else None),
+        layout=chosen.layout or ("scratch" if table is not None and table.names_file else None),
         table=table,
     )
-    record = _record(found)
     config, raw = hub_config(table, layout, raw, config_layout, chosen, record, tensors, containers, notes)
     pairing = {"meta": "interleaved", "hf": "half"}.get(chosen.qk_layout or "", table.convention_of(layout, "rope"))
     if chosen.qk_layout:
@@ -214,6 +215,17 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     )
 
 
+def _names_table(chosen: Options, record: Mapping[str, Any], notes: list[str]) -> MappingTable | None:
+    """The table of a names file: given by the user, or kept in the record of the conversion that used it."""
+    if chosen.names:
+        return load_names(chosen.names)
+    kept = record.get("target", {}).get("names")
+    if chosen.table is None and isinstance(kept, dict) and chosen.layout in (None, "scratch"):
+        notes.append(f"module names as {RECORD_NAME} keeps them")
+        return names_table(kept, RECORD_NAME)
+    return chosen.table
+
+
 def _read(path: Path, format: str) -> Container:
     if format == "safetensors":
         from convert.formats import safetensors
@@ -231,23 +243,36 @@ def _read(path: Path, format: str) -> Container:
 def _unwrap(container: Container, key: str | None, notes: list[str]) -> dict[str, Any]:
     from convert.wrappers import unwrap
 
-    found = unwrap(container.metadata["tree"], key)
+    found = unwrap(container.metadata["tree"], key, file=container.files[0])
     container.tensors = found.tensors
-    if found.stripped:
-        notes.append(f"stripped from the names: {', '.join(found.stripped)}")
-    if found.others:
-        notes.append(f"left alone in {container.files[0].name}: {', '.join(found.others)}")
+    notes += found.notes
     return found.config or {}
 
 
 def _strip(tensors: dict[str, list[TensorSpec]], notes: list[str]) -> dict[str, list[TensorSpec]]:
     from convert.wrappers import strip_prefixes
 
-    mapping, stripped = strip_prefixes(list(tensors))
-    if not stripped:
-        return tensors
-    notes.append(f"stripped from the names: {', '.join(stripped)}")
+    file = next(iter(tensors.values()))[0].file
+    mapping, stripped = strip_prefixes(list(tensors), file=file)
+    notes += [f"stripped from names: {item}" for item in stripped]
     return {mapping[name]: specs for name, specs in tensors.items()}
+
+
+def _common_first_part(
+    tensors: dict[str, list[TensorSpec]], table: MappingTable | None, notes: list[str]
+) -> dict[str, list[TensorSpec]]:
+    """A trainer's module may hold the model as an attribute (``net.tok_emb.weight``): its name is stripped.
+
+    Only if every name begins with it and a table knows the names without it and not with it.
+    """
+    first = next(iter(tensors)).partition(".")[0] + "."
+    if not all(name.startswith(first) and len(name) > len(first) for name in tensors) or known(tensors, table):
+        return tensors
+    bare = {name[len(first) :]: specs for name, specs in tensors.items()}
+    if not known(bare, table):
+        return tensors
+    notes.append(f"stripped from names: {first} ({len(bare)} names)")
+    return bare
 
 
 def _gather(containers: list[Container]) -> dict[str, list[TensorSpec]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from convert.adapters import refuse_adapters
 from convert.errors import ConvertError, Problem
 from convert.report import fold_names
 from convert.table import MappingTable, families, load_table
@@ -23,7 +24,6 @@ PACKED = {
     ".weight_scale": "FP8",
     ".SCB": "bitsandbytes int8",
 }
-ADAPTERS = (".lora_A", ".lora_B", ".lora.A", ".lora.B", "lora_embedding_")
 _THRESHOLD = 0.5
 
 
@@ -38,6 +38,12 @@ def score(table: MappingTable, layout: str, names: Collection[str]) -> float:
             wanted.add((prefix if row.in_block else "") + row.names[layout])
     wanted = {w.replace("{l}", "0") for w in wanted}
     return sum(w in names for w in wanted) / len(wanted) if wanted else 0.0
+
+
+def known(names: Collection[str], table: MappingTable | None = None) -> bool:
+    """Whether some table (or this one) knows at least half of what its layouts always have among ``names``."""
+    tables = [table] if table else [load_table(f) for f in families()]
+    return any(score(t, layout, names) >= _THRESHOLD for t in tables for layout in t.layouts)
 
 
 def detect(
@@ -79,8 +85,7 @@ def detect(
         key=lambda item: (item[0], item[1]),
         reverse=True,
     )
-    known = wanted is None or any(wanted in t.model_types for t in tables)
-    if not known:
+    if wanted is not None and not any(wanted in t.model_types for t in tables):
         raise _unknown(f"{wanted!r}", tables)
     if not ranked or ranked[0][0] < _THRESHOLD:
         if format == "gguf":
@@ -107,14 +112,14 @@ def _model_type(config: Mapping[str, Any] | None) -> str | None:
 
 
 def _unknown(what: str, tables: list[MappingTable]) -> ConvertError:
-    known = ", ".join(t.family for t in (load_table(f) for f in families()))
+    here = ", ".join(families())
     return ConvertError(
         Problem(
             "unknown_architecture",
             f"this is {what}, which no table describes.",
             found=what,
-            wanted=known,
-            hint=f"Families here: {known}. If it is one of them under another name, say so with --family; "
+            wanted=here,
+            hint=f"Families here: {here}. If it is one of them under another name, say so with --family; "
             "else write a table (`convert tables init`).",
         )
     )
@@ -122,17 +127,7 @@ def _unknown(what: str, tables: list[MappingTable]) -> ConvertError:
 
 def _refuse_special(names: Collection[str], config: Mapping[str, Any] | None) -> None:
     """Adapters and packed weights are no plain numbers; they are named before any work."""
-    adapters = [n for n in names if any(a in n for a in ADAPTERS)]
-    if adapters:
-        raise ConvertError(
-            Problem(
-                "adapter",
-                f"these are LoRA weights ({len(adapters)} tensors like {adapters[0]!r}), not a model.",
-                tensor=adapters[0],
-                hint="Merge them first. peft: model.merge_and_unload(). The book's appendix E: W + s * (A @ B).T, where "
-                "s is alpha / rank in the book's current code and alpha in llms-from-scratch 1.0.19.",
-            )
-        )
+    refuse_adapters(names)
     scheme = next(((n, what) for n in names for end, what in PACKED.items() if n.endswith(end)), None)
     declared = (config or {}).get("quantization_config") or (config or {}).get("quantization_args")
     if scheme or declared:

@@ -16,6 +16,7 @@ from convert import rope, shapes, tying
 from convert.errors import Problem
 from convert.formats.spec import TensorSpec
 from convert.layout import Dims, Key, Slot, expand
+from convert.replicas import collapse
 from convert.source import Joined, Rows, Source, StridedSource, open_source
 from convert.table import MappingTable, load_table
 
@@ -144,6 +145,8 @@ def match(checkpoint: Checkpoint) -> Match:
             _place(out, slot, source, specs)
     _leftovers(out, used)
     _embedding_from_head(out)
+    if not out.problems:
+        collapse(out)
     return out
 
 
@@ -215,6 +218,12 @@ def _source(out: Match, slot: Slot, specs: list[TensorSpec], dims: Dims) -> Sour
         if specs[0].shape == slot.shape:
             return open_source(specs[0], pool)
         out.problems.append(_shape_problem(out, slot, specs, specs[0].shape, dims))
+        return None
+    if out.checkpoint.layout != "meta":
+        files = ", ".join(s.file.name for s in specs)
+        out.problems.append(
+            Problem("duplicate", f"{slot.name!r} is stored in several files: {files}.", tensor=slot.name, found=files)
+        )
         return None
     if len(specs) != len(out.checkpoint.files):
         out.problems.append(

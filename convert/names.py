@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,26 @@ def load_names(names: str | Path) -> MappingTable:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TableError(f"{path.name}: not valid TOML: {error}.") from None
+    return names_table(raw, path.name)
+
+
+def names_table(raw: Mapping[str, Any], source: str) -> MappingTable:
+    """A family's table with the ``scratch`` column that ``raw``, the content of a names file, describes.
+
+    Raises:
+        TableError: It is wrong; ``source`` and row are named.
+    """
     unknown = sorted(set(raw) - _KEYS)
     if unknown:
         raise TableError(
-            f"{path.name}: unknown key {unknown[0]!r}.",
+            f"{source}: unknown key {unknown[0]!r}.",
             hint=f"A names file can rename, re-prefix, state a convention and fuse: {', '.join(sorted(_KEYS))}.",
         )
     if "extends" not in raw:
-        raise TableError(f"{path.name}: the key 'extends' is missing.", hint='Name the family: extends = "llama".')
-    check_types(raw, path.name, names_file=True)
+        raise TableError(f"{source}: the key 'extends' is missing.", hint='Name the family: extends = "llama".')
+    check_types(raw, source, names_file=True)
     base = load_table(raw["extends"])
-    return _apply(base, raw, path.name)
+    return _apply(base, raw, source)
 
 
 def _apply(base: MappingTable, raw: Mapping[str, Any], source: str) -> MappingTable:
@@ -82,7 +92,7 @@ def _apply(base: MappingTable, raw: Mapping[str, Any], source: str) -> MappingTa
     merged["refuse"] = [r for r in merged.get("refuse", []) if r["layout"] != LAYOUT or "window" in r["when"]]
     merged.pop("classes", None)
     merged["title"] = raw.get("title", merged.get("title", base.family))
-    table = build(merged, source, names_file=source)
+    table = replace(build(merged, source, names_file=source), names=dict(raw))
     unnamed = [r.id for r in table.rows.values() if not r.when and not r.tied_to and r.id not in named]
     if unnamed:
         raise TableError(

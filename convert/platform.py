@@ -14,6 +14,8 @@ import threading
 DISABLED: set[str] = set()
 
 _COPY_BYTES = 8 << 20
+#: Parameters of glibc's mallopt (malloc.h), and up to which size freed blocks are kept.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 32 << 20
 _seek_lock = threading.Lock()
 _local = threading.local()
 _UNSUPPORTED = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY)
@@ -94,6 +96,22 @@ def _copy_through_buffer(source: int, target: int, start: int, to: int, count: i
         if got < len(view):
             break
     return done
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to reuse freed blocks of the size of our pieces instead of returning them to the system.
+
+    Without it every piece is a fresh mapping whose pages are faulted in one by one: measured on a bf16 → f16 conversion
+    of 2.5 GB, 5.2 s of system time instead of 2.1 s. A no-op with another allocator.
+    """
+    import ctypes
+
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BYTES)
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:

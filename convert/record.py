@@ -33,8 +33,9 @@ def record(plan: ConversionPlan) -> dict[str, Any]:
         "target": {
             "layout": plan.request.target,
             "qk_layout": plan.table.convention_of(plan.request.target, "rope"),
-            "dtype": plan.request.dtype or "keep",
+            "dtype": plan.request.gguf.type if plan.single_file else plan.request.dtype or "keep",
             "tied": plan.tied,
+            **({"names": dict(plan.table.names)} if plan.table.names and plan.request.target == "scratch" else {}),
             "files": [{"name": f.name, "bytes": f.size, "format": f.format} for f in plan.files],
         },
         "notes": plan.notes,

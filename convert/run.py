@@ -24,7 +24,7 @@ from convert.errors import ConvertError, Problem
 from convert.formats.crc import crc32_combine
 from convert.output import check_target, claim, commit, remove, write_sidecar
 from convert.plan import ConversionPlan, Output, Target, piece_rows
-from convert.platform import copy_range, write_at
+from convert.platform import copy_range, keep_freed_memory, write_at
 from convert.source import Source
 
 #: Bytes per piece that is copied inside the kernel.
@@ -113,6 +113,7 @@ def run(
         Cancelled: ``cancel`` was set.
     """
     check_target(plan, out, overwrite=overwrite, force=force)
+    keep_freed_memory()
     started = time.perf_counter()
     partial = claim(out)
     writer = _Writer(plan, partial, progress or (lambda _: None), cancel or threading.Event())
@@ -260,7 +261,7 @@ class _Writer:
     def _stop_on_overflow(self) -> None:
         problems = []
         for output in self.plan.outputs:
-            for cast in _within(output.source):
+            for cast in casts_within(output.source):
                 if cast.loss.overflowed:
                     name = output.targets[0].name
                     problems.append(
@@ -348,21 +349,21 @@ def _check_failed(name: str, what: str) -> ConvertError:
 def _casts(plan: ConversionPlan) -> Iterator[Lossy]:
     seen: set[int] = set()
     for output in plan.outputs:
-        for cast in _within(output.source):
+        for cast in casts_within(output.source):
             if id(cast) not in seen:
                 seen.add(id(cast))
                 yield cast
 
 
-def _within(source: Source) -> Iterator[Lossy]:
+def casts_within(source: Source) -> Iterator[Lossy]:
     """The sources inside a composed one that narrow values."""
     if isinstance(source, Lossy):
         yield source
     inner = getattr(source, "source", None)
     if isinstance(inner, Source):
-        yield from _within(inner)
+        yield from casts_within(inner)
     for part in getattr(source, "parts", ()):
-        yield from _within(part)
+        yield from casts_within(part)
 
 
 def dtype_name(plan: ConversionPlan) -> str:

@@ -161,6 +161,7 @@ class MappingTable:
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     template: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     names_file: str | None = None
+    names: Mapping[str, Any] | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def convention_of(self, layout: str, kind: str) -> str:

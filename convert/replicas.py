@@ -1,0 +1,80 @@
+"""Key/value heads that a Meta checkpoint stores several times, because it has more files than heads.
+
+Meta's Llama 3.1 405B in 16 files repeats each of its 8 key/value heads, side by side, and says ``n_kv_heads: 16``. As
+it stands that is a valid, larger model; the copies are dropped only if every one of them is bit-equal, in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from convert.shapes import primary_key
+from convert.source import Array, Source
+
+if TYPE_CHECKING:
+    from convert.match import Match
+
+
+class EveryNth(Source):
+    """Every ``step``-th head of a source of whole heads."""
+
+    def __init__(self, source: Source, *, head_dim: int, step: int) -> None:
+        self.source = source
+        self.head_dim = head_dim
+        self.step = step
+        self.shape = (source.shape[0] // step, *source.shape[1:])
+        self.dtype = source.dtype
+        self.align = head_dim
+
+    def read(self, start: int, stop: int) -> Array:
+        """See :meth:`Source.read`; ``start`` and ``stop`` are multiples of ``head_dim``."""
+        heads = range(start // self.head_dim, stop // self.head_dim)
+        rows = [h * self.step * self.head_dim for h in heads]
+        return np.concatenate([self.source.read(r, r + self.head_dim) for r in rows])
+
+
+def collapse(match: Match) -> int:
+    """Drop repeated key/value heads of a Meta source from ``match`` and its checkpoint's config.
+
+    Returns:
+        How often each head was stored (1: nothing was repeated).
+    """
+    checkpoint = match.checkpoint
+    files = len(checkpoint.files)
+    heads, head_dim = int(checkpoint.dims["K"]), int(checkpoint.dims["hd"])
+    # Heads are repeated only where there were more files than heads, so that each file has exactly one.
+    if checkpoint.layout != "meta" or files < 2 or heads != files:
+        return 1
+    keys = [k for k in match.logical if _is_kv(match, k[0])]
+    step = 1
+    while heads % (step * 2) == 0 and all(_repeats(match.logical[k], head_dim, step * 2) for k in keys):
+        step *= 2
+    if step == 1:
+        return 1
+    for key in keys:
+        match.logical[key] = EveryNth(match.logical[key], head_dim=head_dim, step=step)
+    name = primary_key(checkpoint.table, "K")
+    assert name is not None
+    checkpoint.config[name] = heads // step
+    match.notes.append(
+        f"each of the {heads // step} key/value heads is stored {step} times, bit-equal, for {files} files; "
+        "the copies are dropped"
+    )
+    return step
+
+
+def _is_kv(match: Match, row_id: str) -> bool:
+    return match.checkpoint.table.rows[row_id].shape[0].text == "K*hd"
+
+
+def _repeats(source: Source, head_dim: int, step: int) -> bool:
+    """Whether each group of ``step`` heads holds one head ``step`` times."""
+    for start in range(0, source.shape[0], head_dim * step):
+        first = source.read(start, start + head_dim).tobytes()
+        for copy in range(1, step):
+            at = start + copy * head_dim
+            if source.read(at, at + head_dim).tobytes() != first:
+                return False
+    return True

@@ -1,0 +1,57 @@
+"""Key/value heads that Meta stores several times: dropped when bit-equal in every layer, else kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import convert
+from tests.fixtures import make_hf, make_meta
+
+
+def repeated(folder: Path, *, spoil: bool = False) -> Path:
+    """The 8/2 model in 4 files: 2 heads stored as a, a, b, b, one in each file, as Meta does it for 405B in 16."""
+    make_meta(folder / "one", "gqa8")
+    state = torch.load(folder / "one" / "consolidated.00.pth", weights_only=True)
+    out = folder / "four"
+    out.mkdir()
+    for rank in range(4):
+        part = {}
+        for name, tensor in state.items():
+            if name.endswith((".wk.weight", ".wv.weight")):
+                head = rank // 2
+                part[name] = tensor[head * 8 : (head + 1) * 8].clone()
+                if spoil and rank == 3 and name.startswith("layers.1.") and "wv" in name:
+                    part[name][0, 0] += 1
+            elif name.endswith("norm.weight"):
+                part[name] = tensor
+            else:
+                axis = 1 if name.endswith((".wo.weight", ".w2.weight")) else 0
+                part[name] = tensor.chunk(4, axis)[rank].clone()
+        torch.save(part, out / f"consolidated.{rank:02d}.pth")
+    params = json.loads((folder / "one" / "params.json").read_text()) | {"n_kv_heads": 4}
+    (out / "params.json").write_text(json.dumps(params))
+    return out
+
+
+def test_copies_are_dropped_and_said(tmp_path: Path) -> None:
+    source = repeated(tmp_path)
+    made = convert.convert_checkpoint(source, tmp_path / "hf", to="hf")
+    wanted = make_hf(tmp_path / "wanted", "gqa8").tensors
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[k], wanted[k]) for k in wanted)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_key_value_heads"] == 2
+    assert any("stored 2 times" in note for note in made.notes)
+
+
+def test_one_different_value_keeps_all_heads(tmp_path: Path) -> None:
+    source = repeated(tmp_path, spoil=True)
+    made = convert.convert_checkpoint(source, tmp_path / "hf", to="hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found["model.layers.0.self_attn.k_proj.weight"].shape == (32, 64)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_key_value_heads"] == 4
+    assert not any("stored 2 times" in note for note in made.notes)
