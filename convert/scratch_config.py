@@ -70,7 +70,8 @@ def _file(path: Path) -> Path | None:
     if path.suffix == ".json" and path.is_file():
         # a config.json or params.json stands for its folder
         return path if path.name not in CONFIG_NAMES or path.name == "scratch_config.json" else None
-    return beside if beside.is_file() else None
+    # a GGUF file has a config of its own
+    return beside if path.is_file() and beside.is_file() and path.suffix != ".gguf" else None
 
 
 def _derived(path: Path, dtype: torch.dtype | str | None) -> dict[str, Any]:
