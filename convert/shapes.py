@@ -7,6 +7,7 @@ unknown gives it. Nothing here reads data.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,8 +111,9 @@ def fill(
     for row in table.rows.values():
         if layout in row.names:
             prefix = table.prefix.get(layout, "") if row.in_block else ""
-            name = (prefix + row.names[layout]).replace("{l}", "0")
-            if name in shapes:
+            pattern = prefix + row.names[layout]
+            name = usual([pattern.replace("{l}", str(i)) for i in range(max(layers, 1))], shapes)
+            if name is not None:
                 first[row.id] = (name, shapes[name], row)
     for _ in range(3):  # one unknown may have to be solved before the next
         for name, shape, row in first.values():
@@ -128,6 +130,15 @@ def fill(
             if present:
                 notes.append(f"{key} = True, from {first[row_id][0]!r}")
     return out, notes
+
+
+def usual(names: list[str], shapes: Shapes) -> str | None:
+    """The first of ``names`` that has the shape most of them have; one damaged layer must not speak for all."""
+    found = [n for n in names if n in shapes]
+    if not found:
+        return None
+    count = Counter(shapes[n] for n in found)
+    return max(found, key=lambda n: count[shapes[n]])
 
 
 def head_candidates(config: Mapping[str, Any], rows_q: int, rows_k: int) -> list[str]:

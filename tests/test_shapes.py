@@ -40,6 +40,19 @@ def test_what_the_config_says_is_left_alone():
     assert not any("vocab_size" in n for n in notes)
 
 
+def test_one_damaged_layer_does_not_speak_for_all():
+    config, found = full("llama3.2-1b", "hf")
+    kept = {k: config[k] for k in ("num_attention_heads", "num_key_value_heads")}
+    wrong = found | {
+        "model.layers.0.self_attn.q_proj.weight": (1024, 2048),
+        "model.layers.0.mlp.up_proj.weight": (9, 2048),
+    }
+    del wrong["model.layers.1.mlp.gate_proj.weight"]
+    filled, _ = shapes.fill(TABLE, kept, "hf", wrong)
+    assert filled["intermediate_size"] == 8192
+    assert Dims(TABLE, filled)["hd"] == 64
+
+
 def test_head_counts_are_not_guessed():
     _, found = full("llama3.2-1b", "hf")
     filled, _ = shapes.fill(TABLE, {}, "hf", found)
