@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
 from convert.detect import detect, known
-from convert.errors import ConvertError, Problem, UsageError
+from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import record_of
 from convert.layout import Dims
@@ -164,7 +164,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     chosen = Options(**options)
     path = Path(src)
     found = locate(path)
-    containers = [_read(p, found.format) for p in found.files]
+    containers = _read_all(found)
     notes = [*found.notes, *(n for c in containers for n in c.notes)]
     wrapped: dict[str, Any] = {}
     if found.format == "torch":
@@ -224,6 +224,19 @@ def _names_table(chosen: Options, record: Mapping[str, Any], notes: list[str]) -
         notes.append(f"module names as {RECORD_NAME} keeps them")
         return names_table(kept, RECORD_NAME)
     return chosen.table
+
+
+def _read_all(found: Found) -> list[Container]:
+    """Every file's header; the problems of all damaged files at once."""
+    containers, problems = [], []
+    for path in found.files:
+        try:
+            containers.append(_read(path, found.format))
+        except ConvertError as error:
+            problems += error.problems
+    if problems:
+        raise FormatError(problems)
+    return containers
 
 
 def _read(path: Path, format: str) -> Container:

@@ -162,6 +162,16 @@ def test_truncated_files(made, tmp_path, name, keep):
     assert any(file.name in f"{p.message} {p.file}" for p in found.problems), found.lines()
 
 
+@pytest.mark.parametrize("name", ["three", "bin", "meta"])
+def test_all_damaged_files_are_named_at_once(made, tmp_path, name):
+    folder = Path(shutil.copytree(made[name].path, tmp_path / "m"))
+    files = [p for p in sorted(folder.iterdir()) if p.suffix in (".safetensors", ".pth", ".bin")][:2]
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-300])
+    said = " ".join(f"{p.message} {p.file}" for p in validate(folder).problems)
+    assert all(file.name in said for file in files)
+
+
 def test_fake_files(made, tmp_path):
     folder = Path(shutil.copytree(made["three"].path, tmp_path / "m"))
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 247164560\n"
