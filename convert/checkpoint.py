@@ -228,7 +228,8 @@ def _names_table(chosen: Options, record: Mapping[str, Any], notes: list[str]) -
 
 def _read_all(found: Found) -> list[Container]:
     """Every file's header; the problems of all damaged files at once."""
-    containers, problems = [], []
+    containers: list[Container] = []
+    problems: list[Problem] = []
     for path in found.files:
         try:
             containers.append(_read(path, found.format))
