@@ -9,6 +9,8 @@ from typing import Any
 
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.errors import UsageError
+from convert.gguf_request import OPTIONS as GGUF_OPTIONS
+from convert.gguf_request import GgufRequest
 from convert.plan import ConversionPlan, Request, make_plan, request_dtype
 from convert.run import Summary, check_target, run
 
@@ -21,6 +23,7 @@ _REQUEST_OPTIONS = (
     "allow_reference",
     "tie",
     "tokenizer",
+    "tokenizer_path",
     "clamp",
 )
 
@@ -34,7 +37,8 @@ def plan_conversion(
         src: A checkpoint folder or file, or an opened checkpoint.
         to: ``hf``, ``meta``, ``scratch`` or ``gguf``.
         source_layout: What the source must be, where the command names it.
-        **options: Fields of :class:`convert.checkpoint.Options` and :class:`convert.plan.Request`; ``names`` belongs to
+        **options: Fields of :class:`convert.checkpoint.Options`, :class:`convert.plan.Request` and, for a GGUF target,
+            :class:`convert.gguf_request.GgufRequest`; ``names`` belongs to
             whichever side is from scratch.
 
     Raises:
@@ -43,6 +47,7 @@ def plan_conversion(
     """
     names = options.pop("names", None)
     dtype = request_dtype(options.pop("dtype", None))
+    gguf = _gguf_request(to, dtype, options)
     unknown = sorted(set(options) - {*_SOURCE_OPTIONS, *_REQUEST_OPTIONS})
     if unknown:
         raise UsageError(
@@ -59,11 +64,14 @@ def plan_conversion(
         raise UsageError(
             f"{opened.path} is in the {opened.layout} layout, not {source_layout}.",
             hint=f"Use `convert {opened.layout}-to-{to}`."
-            if opened.layout != to
+            if opened.layout != to or to == "gguf"
             else "It is in the target layout already.",
         )
     request = Request(
-        target=to, dtype=dtype, **{k: v for k, v in options.items() if k in _REQUEST_OPTIONS and v is not None}
+        target=to,
+        dtype=dtype,
+        gguf=gguf,
+        **{k: v for k, v in options.items() if k in _REQUEST_OPTIONS and v is not None},
     )
     table = None
     if names and to == "scratch":
@@ -73,6 +81,20 @@ def plan_conversion(
         if table.family != opened.family:
             raise UsageError(f"--names extends {table.family!r}, but the source is of the family {opened.family!r}.")
     return make_plan(opened, request, table=table)
+
+
+def _gguf_request(to: str, dtype: str | None, options: dict[str, Any]) -> GgufRequest:
+    """Take the options of a GGUF target out of ``options``."""
+    chosen = {k: options.pop(k) for k in GGUF_OPTIONS if k in options}
+    chosen = {k: v for k, v in chosen.items() if v is not None}
+    if to != "gguf" and chosen:
+        raise UsageError(f"{', '.join(chosen)} only apply to a GGUF target, not to {to}.")
+    if to == "gguf" and dtype is not None:
+        raise UsageError(
+            "--dtype does not apply to a GGUF file, whose tensors have types of ggml.",
+            hint="Use --type: f32, f16, bf16, q8_0, q4_k_m …",
+        )
+    return GgufRequest(**chosen)
 
 
 def convert_checkpoint(

@@ -14,6 +14,7 @@ from convert import config as configs
 from convert import shapes
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
+from convert.gguf_record import with_scaling
 from convert.locate import Found
 from convert.table import MappingTable, families, load_table
 
@@ -96,35 +97,12 @@ def hub_config(
     else:
         raise _no_config(table, layout, full)
     if config_layout == "gguf":
-        hub = _gguf_scaling(hub, tensors, containers[0], record)
+        hub = with_scaling(hub, tensors, record)
     hub, learned = shapes.fill(table, hub, layout, full)
     notes += learned if config_layout in ("hf", None) else []
     if options.context is not None:
         hub["max_position_embeddings"] = options.context
     return hub, dict(raw or {})
-
-
-def _gguf_scaling(
-    hub: dict[str, Any], tensors: dict[str, list[TensorSpec]], container: Container, record: dict[str, Any]
-) -> dict[str, Any]:
-    """llama3 scaling lies in a tensor of divisors (facts: gguf.md section 3)."""
-    import json
-
-    from convert import rope
-
-    spec = next(iter(tensors.get("rope_freqs.weight", ())), None)
-    if spec is None or hub["rope_type"] != "default":
-        return hub
-    with spec.file.open("rb") as file:
-        file.seek(spec.offset)
-        raw = file.read(spec.nbytes)
-    import numpy as np
-
-    values = np.frombuffer(raw, "<f4").astype(float).tolist()
-    stated = container.metadata.get("convert.rope_parameters")
-    recorded = json.loads(stated) if isinstance(stated, str) else record.get("config", {}).get("rope_parameters")
-    head_dim = 2 * len(values)
-    return configs.with_rope(hub, rope.from_divisors(values, hub["rope_theta"], head_dim, recorded))
 
 
 def shapes_of(table: MappingTable, layout: str, tensors: Mapping[str, list[TensorSpec]]) -> dict[str, tuple[int, ...]]:

@@ -22,16 +22,10 @@ def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool, force: boo
         UsageError: It exists and ``overwrite`` is not given, or it is the source.
         ConvertError: The disk is too full.
     """
-    sources = [plan.source.path, *plan.source.files]
-    if out.exists() and any(_same(out, s) for s in (*sources, plan.source.folder)):
-        raise UsageError(f"{out} is the source itself.", hint="Choose another output.")
-    if any(s.is_dir() is False and out.resolve() == s.resolve().parent and out.exists() for s in plan.source.files):
-        raise UsageError(f"{out} holds the source.", hint="Choose another output.")
-    occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
-    if occupied and not overwrite:
-        raise UsageError(f"{out} exists already.", hint="--overwrite replaces it.")
-    if occupied and out.is_dir():
-        _refuse_foreign(plan, out)
+    if plan.single_file:
+        _check_files(plan, out, overwrite=overwrite)
+    else:
+        _check_folder(plan, out, overwrite=overwrite)
     parent = out.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -46,6 +40,34 @@ def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool, force: boo
                 hint="Free some space or choose another disk; --force tries all the same.",
             )
         )
+
+
+def _check_folder(plan: ConversionPlan, out: Path, *, overwrite: bool) -> None:
+    sources = [plan.source.path, *plan.source.files]
+    if out.exists() and any(_same(out, s) for s in (*sources, plan.source.folder)):
+        raise UsageError(f"{out} is the source itself.", hint="Choose another output.")
+    if any(s.is_dir() is False and out.resolve() == s.resolve().parent and out.exists() for s in plan.source.files):
+        raise UsageError(f"{out} holds the source.", hint="Choose another output.")
+    occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    if occupied and not overwrite:
+        raise UsageError(f"{out} exists already.", hint="--overwrite replaces it.")
+    if occupied and out.is_dir():
+        _refuse_foreign(plan, out)
+
+
+def _check_files(plan: ConversionPlan, out: Path, *, overwrite: bool) -> None:
+    """A single file, or its pieces: nothing of the source is among them, and nothing is replaced unasked."""
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder.", hint="Name the file that shall be made.")
+    paths = [out.with_name(name) for name in (*(f.name for f in plan.files), *plan.sidecars)]
+    if any(_same(path, source) for path in paths for source in plan.source.files):
+        raise UsageError(f"{out} is the source itself.", hint="Choose another output.")
+    there = [path for path in paths if path.exists()]
+    if there and not overwrite:
+        raise UsageError(f"{there[0]} exists already.", hint="--overwrite replaces it.")
+    folders = [path for path in there if path.is_dir()]
+    if folders:
+        raise UsageError(f"{folders[0]} is a folder.", hint="Choose another output.")
 
 
 def _same(a: Path, b: Path) -> bool:
@@ -126,7 +148,9 @@ def commit(partial: Path, out: Path, *, single: bool) -> None:
     (partial / ".lock").unlink(missing_ok=True)
     sync_folder(partial)
     if single:
-        for path in sorted(partial.iterdir(), key=lambda p: p.name == out.name):
+        # Weights come last, the piece that a loader opens last of all.
+        weights = sorted((p for p in partial.iterdir() if p.suffix == ".gguf"), reverse=True)
+        for path in [*(p for p in partial.iterdir() if p not in weights), *weights]:
             os.replace(path, out.with_name(path.name))
         partial.rmdir()
     elif out.exists():

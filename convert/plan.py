@@ -17,7 +17,9 @@ from convert.dtypes import DTYPES, dtype
 from convert.errors import ConvertError, Problem, UsageError
 from convert.expr import Expr
 from convert.formats import safetensors
+from convert.formats.gguf_values import KeyValues, Value
 from convert.formats.spec import Entry, FileLayout
+from convert.gguf_request import GgufRequest
 from convert.layout import Dims, Key, Slot, expand
 from convert.match import values
 from convert.report import fold_problems
@@ -61,7 +63,9 @@ class Request:
         allow_reference: Write what the book's class cannot hold for our reference class.
         tie: ``copy`` stores a tied head as a tensor of its own; ``share`` once, where the target can.
         tokenizer: Whether tokenizer files are carried.
+        tokenizer_path: Where the tokenizer lies, if not beside the source.
         clamp: Clamp values that the target type cannot hold, instead of stopping.
+        gguf: Options of a GGUF target.
     """
 
     target: str
@@ -73,7 +77,9 @@ class Request:
     allow_reference: bool = False
     tie: str | None = None
     tokenizer: bool = True
+    tokenizer_path: str | Path | None = None
     clamp: bool = False
+    gguf: GgufRequest = field(default_factory=GgufRequest)
 
 
 @dataclass(slots=True)
@@ -90,6 +96,8 @@ class ConversionPlan:
         sidecars: Other files: name → bytes, or a file to copy.
         notes: Every assumption, substitution, dropped and ignored item.
         tied: Whether the model is tied, from its tensors.
+        tokenizer_keys: The tokenizer of a GGUF target, found first of all; None where its source's is taken over.
+        metadata: The key-values of a GGUF target.
     """
 
     source: Checkpoint
@@ -101,11 +109,28 @@ class ConversionPlan:
     sidecars: dict[str, bytes | Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tied: bool = False
+    tokenizer_keys: dict[str, Value] | None = None
+    metadata: KeyValues = field(default_factory=KeyValues)
 
     @property
     def single_file(self) -> bool:
         """Whether the output is a file (or numbered files), not a folder."""
         return self.request.target == "gguf"
+
+    def bind(self, out: Path) -> None:
+        """Take note of the output's name: the files of a single-file format are called after it.
+
+        Raises:
+            UsageError: ``out`` is no name for such a file.
+        """
+        if self.single_file:
+            from convert.gguf_plan import bind
+
+            bind(self, out)
+
+    def main_path(self, out: Path) -> Path:
+        """What to open once the plan has been carried out: ``out``, or the first piece of a split file."""
+        return out.with_name(self.files[0].name) if self.single_file else out
 
     @property
     def nbytes(self) -> int:
@@ -151,9 +176,15 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
         )
     if problems:
         raise ConvertError(fold_problems(problems))
+    found: list[str] = []
+    keys = None
+    if request.target == "gguf":  # before any weight is read
+        from convert.gguf_metadata import tokenizer_keys
+
+        keys = tokenizer_keys(source, request, found)
     tied = matched.tied(sampled=False) if _needs_tie(request) else matched.tied(sampled=True)
     config = dict(source.config) | {"tie_word_embeddings": tied and request.tie != "copy"}
-    notes = [*source.notes, *matched.notes, *_ignored(matched.ignored)]
+    notes = [*source.notes, *matched.notes, *_ignored(matched.ignored), *found]
     stated = source.config.get("tie_word_embeddings")
     if stated is not None and bool(stated) != tied and source.layout == "hf":
         notes.append(f"the config says tie_word_embeddings = {bool(stated)}, the tensors say {tied}; the tensors win")
@@ -161,7 +192,7 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     problems = refusals(table, dims, request)
     if problems:
         raise ConvertError(problems)
-    plan = ConversionPlan(source, request, table, config, [], [], {}, notes, tied)
+    plan = ConversionPlan(source, request, table, config, [], [], {}, notes, tied, keys)
     slots = expand(table, dims, request.target)
     chosen = [(slot, _slot_source(plan, slot)) for slot in slots.values() if not _omitted(plan, slot)]
     _note_types(plan, chosen)
@@ -232,22 +263,32 @@ def _slot_source(plan: ConversionPlan, slot: Slot) -> Source:
 def slot_source(source: Checkpoint, slot: Slot, *, table: MappingTable, layout: str, dtype: str | None) -> Source:
     """A stored tensor of ``layout`` (names of ``table``) made from ``source``, which must have matched its own table.
 
-    ``dtype`` is the canonical type, or None to keep the source's; block-quantised values then become F16.
+    ``dtype`` is the canonical type, or None to keep the source's; block-quantised values then become F16, except
+    for a GGUF target, which can keep the blocks.
     """
     to = table.convention_of(layout, "rope")
     parts = [
-        _logical(source, key, shape, rope=table.rows[key[0]].rope, to=to, dtype=dtype)
+        _logical(source, key, shape, rope=table.rows[key[0]].rope, to=to, dtype=dtype, blocks=layout == "gguf")
         for key, shape in zip(slot.keys, slot.shapes, strict=True)
     ]
     kinds = {p.dtype for p in parts}
     if len(kinds) > 1:  # parts of a fused tensor must agree; the widest can hold all
+        parts = [values(p) for p in parts]
+        kinds = {p.dtype for p in parts}
         widest = max(kinds, key=lambda k: (DTYPES[k].block_bytes, k == "F32"))
         parts = [p if p.dtype == widest else Cast(p, widest) for p in parts]
     return parts[0] if len(parts) == 1 else Joined(parts, slot.axis)
 
 
 def _logical(
-    opened: Checkpoint, key: Key, shape: tuple[int, ...], *, rope: Expr | None, to: str, dtype: str | None
+    opened: Checkpoint,
+    key: Key,
+    shape: tuple[int, ...],
+    *,
+    rope: Expr | None,
+    to: str,
+    dtype: str | None,
+    blocks: bool,
 ) -> Source:
     """A logical tensor as the target stores it."""
     matched = opened.match
@@ -256,7 +297,7 @@ def _logical(
         pair = matched.tied_pair()
         assert pair and key == pair[0], key
         source = matched.logical[pair[1]]
-    quantized = DTYPES[source.dtype].is_quantized
+    quantized = DTYPES[source.dtype].is_quantized and not blocks
     source = values(source, {"F64": "F32"}.get(dtype or "F16", dtype or "F16")) if quantized else source
     if rope is not None and opened.pairing != to:
         heads = int(opened.dims.value(rope, key[1]))
@@ -267,7 +308,7 @@ def _logical(
 def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None:
     stored = {s.dtype for specs in plan.source.tensors.values() for s in specs}
     quantized = sorted(k for k in stored if DTYPES[k].is_quantized)
-    if quantized:
+    if quantized and plan.request.target != "gguf":
         target = plan.request.dtype or "F16"
         plan.notes.append(f"block-quantised tensors ({', '.join(quantized)}) are dequantised to {target}")
     if plan.source.pairing != plan.table.convention_of(plan.request.target, "rope"):

@@ -18,6 +18,8 @@ from convert import ggml
 from convert.cast import Array, CastLoss, cast, to_float32
 from convert.dtypes import DTYPES
 from convert.errors import ConvertError, Problem
+from convert.finite import largest as largest_of
+from convert.finite import refusal
 from convert.q8_0 import quantize_q8_0
 from convert.source import FileSource, Source
 
@@ -193,9 +195,9 @@ class Quantized(Source):
         scratch = np.empty(min(PIECE, values.size), np.float32)
         for at in range(0, values.size, PIECE):
             piece = values[at : at + PIECE]
-            largest = _largest(piece, self.source.dtype)
+            largest = largest_of(piece, self.source.dtype)
             if not math.isfinite(largest):
-                self._refuse_values(values, start)
+                raise refusal(self.source, self.dtype, tensor=self.tensor)
             wide = to_float32(piece, self.source.dtype, scratch[: piece.size])
             first = at // kind.block * kind.block_bytes
             blocks = out[first : first + piece.size // kind.block * kind.block_bytes]
@@ -210,22 +212,6 @@ class Quantized(Source):
     def _row(self, start: int, element: int) -> int:
         """The row, counted over all leading dimensions, of an element of the block that begins at ``start``."""
         return start * math.prod(self.shape[1:-1]) + element // self.shape[-1]
-
-    def _refuse_values(self, values: Array, start: int) -> None:
-        wide = to_float32(values, self.source.dtype)
-        bad = np.flatnonzero(~np.isfinite(wide))
-        row = self._row(start, int(bad[0]))
-        nans = int(np.count_nonzero(np.isnan(wide)))
-        raise ConvertError(
-            Problem(
-                "not_finite",
-                f"{self.tensor!r} cannot be quantised: {bad.size:,} values are not finite ({nans:,} NaN), "
-                f"the first in row {row:,}.",
-                tensor=self.tensor,
-                found={"row": row, "count": int(bad.size)},
-                hint="The checkpoint is damaged; `--type f32` keeps such values as they are.",
-            )
-        )
 
     def _check_scales(self, blocks: NDArray[np.uint8], wide: NDArray[np.float32], start: int, at: int) -> None:
         """Judge large values by what comes back: an infinite scale makes a whole block NaN or infinite."""
@@ -247,22 +233,3 @@ class Quantized(Source):
                 hint=f"Keep this tensor wider: `--tensor-type {self.tensor}=f32`.",
             )
         )
-
-
-def _largest(values: NDArray[Any], dtype: str) -> float:
-    """The largest magnitude; not finite when any value is NaN or infinite.
-
-    On the bit patterns: without its sign, a float's bits order like its value, and everything from infinity up is
-    not finite. Integer maxima take a fraction of the time of ``isfinite``.
-    """
-    if not values.size:
-        return 0.0
-    if dtype == "BF16":
-        top = np.array(int((values & np.uint16(0x7FFF)).max()) << 16, np.uint32)
-        return float(top.view(np.float32))
-    if dtype == "F16":
-        return float((values.view(np.uint16) & np.uint16(0x7FFF)).max().view(np.float16))
-    if dtype == "F32":
-        return float((values.view(np.uint32) & np.uint32(0x7FFFFFFF)).max().view(np.float32))
-    with np.errstate(over="ignore"):
-        return _largest(to_float32(values, dtype), "F32")

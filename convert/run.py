@@ -112,6 +112,7 @@ def run(
         ConvertError: Values do not fit the target type, or the check after writing failed.
         Cancelled: ``cancel`` was set.
     """
+    plan.bind(out)
     check_target(plan, out, overwrite=overwrite, force=force)
     keep_freed_memory()
     started = time.perf_counter()

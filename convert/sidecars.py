@@ -38,8 +38,9 @@ def add_sidecars(plan: ConversionPlan) -> None:
     """
     dtype = _common_type(plan)
     target = plan.request.target
-    if target == "gguf":
-        return  # everything lies inside the file, :mod:`convert.gguf_plan`
+    if target == "gguf":  # the rest lies inside the file, :mod:`convert.gguf_plan`
+        _note_context(plan)
+        return
     ids = _tokenizer(plan)
     if target == "hf":
         carried = plan.source.raw_config if plan.source.layout == "hf" else plan.source.record.get("config")

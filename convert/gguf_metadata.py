@@ -1,0 +1,309 @@
+"""The key-values of a GGUF file: complete, and typed as llama.cpp's loader wants them.
+
+What the loader needs follows from the table's ``[config]`` rows; ``general.*`` is a courtesy and never stops a
+conversion. Under ``convert.*`` lies what GGUF has no word for, so that the way back restores it
+(:mod:`convert.gguf_record`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from convert.checkpoint import Checkpoint
+from convert.config import read_json
+from convert.errors import ConvertError, Problem, UsageError
+from convert.formats.gguf_values import F32, U32, Array, Bool, KeyValues, Str, Value, encode, infer
+from convert.formats.spec import Entry
+from convert.gguf_record import CONFIG_KEY, GENERATION_KEY, ROPE_KEY
+from convert.layout import Dims
+from convert.model_card import many, one, read_card
+from convert.plan import ConversionPlan, Request
+from convert.record import carried, head_hash
+
+#: ``general.quantization_version``: of ggml's block types, 2 since 2023 (GGML_QNT_VERSION).
+QUANTIZATION_VERSION = 2
+
+#: What other keys, or the places of the tensors, depend on.
+_FIXED = ("general.architecture", "general.alignment", "split.")
+
+#: ``general.*`` keys that readers want as texts, also where the value looks like a number.
+_TEXTS = (
+    *("name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by"),
+    *("size_label", "license", "license.name", "license.link", "url", "doi", "uuid", "repo_url"),
+    *("source.url", "source.repo_url", "type"),
+)
+_LISTS = ("tags", "languages")
+
+#: Sampling settings of generation_config.json that llama.cpp takes as defaults, with their types there.
+_SAMPLING = {
+    "top_k": ("top_k", "i32"),
+    "top_p": ("top_p", "f32"),
+    "min_p": ("min_p", "f32"),
+    "temperature": ("temp", "f32"),
+}
+
+
+def metadata(plan: ConversionPlan, entries: Sequence[Entry], *, file_type: int) -> KeyValues:
+    """Every key-value of the file; also kept as ``plan.metadata``.
+
+    Args:
+        plan: The plan; its tokenizer keys were found before any weight was touched.
+        entries: The tensors that are written.
+        file_type: ``general.file_type``.
+
+    Raises:
+        UsageError: ``--metadata`` names a key that cannot be changed, or a value that is no value.
+    """
+    arch = plan.table.gguf_arch or plan.table.family
+    values = _carried(plan)
+    values.put("general.architecture", Str(arch))
+    for key, value in {**_general(plan, entries), **_architecture(plan, arch)}.items():
+        values.put(key, value)
+    values.put("general.file_type", U32(file_type))
+    values.put("general.quantization_version", U32(QUANTIZATION_VERSION))
+    for key, value in {**(plan.tokenizer_keys or {}), **_provenance(plan)}.items():
+        values.put(key, value)
+    _add_users(values, plan.request.gguf.metadata)
+    plan.metadata = values
+    return values
+
+
+def _carried(plan: ConversionPlan) -> KeyValues:
+    """The key-values of a GGUF source, which go on unless something here knows better."""
+    source = plan.source
+    if not isinstance(source.metadata, KeyValues) or source.layout != "gguf":
+        return KeyValues()
+    values = source.metadata.copy()
+    anew = plan.tokenizer_keys is not None
+    for key in list(values):
+        if key.startswith("convert.") or (anew and key.startswith("tokenizer.")):
+            values.drop(key)
+    for key in ("convert.tokenizer_normalizer", "convert.eos_token_ids"):
+        if not anew and key in source.metadata:
+            values.put(key, Value(source.metadata.types[key], source.metadata[key]))
+    if "tokenizer.ggml.model" not in values:
+        values.put("tokenizer.ggml.model", Str("none"))
+    return values
+
+
+# ---- the tokenizer ---------------------------------------------------------------------------------------------
+
+
+def tokenizer_keys(source: Checkpoint, request: Request, notes: list[str]) -> dict[str, Value] | None:
+    """The ``tokenizer.*`` keys; None where those of a GGUF source are taken over.
+
+    Args:
+        source: The opened source; its folder, or ``request.tokenizer_path``, holds the tokenizer.
+        request: What was asked for.
+        notes: Where remarks go.
+
+    Raises:
+        ConvertError: There is no tokenizer, or llama.cpp cannot do what it does; nothing has been read by then.
+    """
+    if not request.tokenizer:
+        notes.append("no tokenizer, as asked: llama.cpp cannot run the file without one")
+        return {"tokenizer.ggml.model": Str("none")}
+    if source.layout == "gguf" and request.tokenizer_path is None:
+        return None
+    from convert.tokenizer.source import read_tokenizer
+    from convert.tokenizer.to_gguf import gguf_metadata
+
+    path = Path(request.tokenizer_path or source.folder)
+    if not path.exists():
+        raise UsageError(f"--tokenizer {path}: there is no such file or folder.")
+    pre = request.gguf.pre
+    tokenizer = read_tokenizer(path, pre=pre)
+    config = source.raw_config if source.layout == "hf" else source.config
+    keys = gguf_metadata(
+        tokenizer,
+        rows=int(source.config["vocab_size"]),
+        config=config,
+        generation_config=generation_config(source, notes),
+        pre=pre,
+    )
+    notes += tokenizer.notes
+    return keys
+
+
+def generation_config(source: Checkpoint, notes: list[str] | None = None) -> dict[str, Any]:
+    """``generation_config.json`` beside the source, or as a GGUF file of ours carries it; empty without one."""
+    recorded = source.record.get("generation_config")
+    path = source.folder / "generation_config.json"
+    if source.layout == "gguf" or not path.is_file():
+        return dict(recorded) if isinstance(recorded, Mapping) else {}
+    try:
+        raw = read_json(path)
+    except ConvertError as error:
+        if notes is not None:
+            notes.append(f"generation_config.json was passed over: {error.problems[0].message}")
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+# ---- general.* -------------------------------------------------------------------------------------------------
+
+
+def _general(plan: ConversionPlan, entries: Sequence[Entry]) -> dict[str, Value]:
+    """What people read about a file. Nothing here may raise."""
+    out: dict[str, Value] = {"general.type": Str("model")}
+    if plan.source.layout == "gguf":
+        return out
+    card = read_card(plan.source.folder)
+    name = one(card, "model_name") or _own_name(plan)
+    if name:
+        out["general.name"] = Str(name)
+    out["general.size_label"] = Str(size_label(sum(Entry("", "I8", e.shape).nbytes for e in entries)))
+    for key, field in (("license", "license"), ("license.name", "license_name"), ("license.link", "license_link")):
+        value = one(card, field)
+        if value:
+            out[f"general.{key}"] = Str(value)
+    bases = many(card, "base_model")
+    if bases:
+        out["general.base_model.count"] = U32(len(bases))
+    for number, base in enumerate(bases):
+        organization, _, short = base.strip("/").rpartition("/")
+        out[f"general.base_model.{number}.name"] = Str(short)
+        if organization:
+            out[f"general.base_model.{number}.organization"] = Str(organization.rpartition("/")[2])
+    for key, fields in (("tags", ("tags", "pipeline_tag")), ("languages", ("language",))):
+        found = list(dict.fromkeys(item for field in fields for item in many(card, field)))
+        if found:
+            out[f"general.{key}"] = Array("str", found)
+    generation = generation_config(plan.source)
+    for field, (key, kind) in _SAMPLING.items():
+        value = generation.get(field)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            out[f"general.sampling.{key}"] = Value(kind, int(value) if kind == "i32" else float(value))
+    return out
+
+
+def _own_name(plan: ConversionPlan) -> str | None:
+    stated = plan.config.get("_name_or_path")
+    path = plan.source.path
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    text = stated if isinstance(stated, str) and stated else folder.name
+    return text.rstrip("/").rpartition("/")[2] or None
+
+
+def size_label(parameters: int) -> str:
+    """``1.2B``: at least two figures, as llama.cpp's converter labels sizes."""
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if parameters >= unit:
+            break
+    else:
+        unit, letter = 1e3, "K"
+    scaled = parameters / unit
+    return f"{scaled:.1f}{letter}" if scaled < 9.5 else f"{scaled:.0f}{letter}"
+
+
+# ---- the architecture ------------------------------------------------------------------------------------------
+
+
+def _architecture(plan: ConversionPlan, arch: str) -> dict[str, Value]:
+    """``{arch}.*`` from the table's rows and the RoPE settings."""
+    table, dims = plan.table, Dims(plan.table, plan.config)
+    out: dict[str, Value] = {}
+    for row in table.config.values():
+        if "gguf" not in row.names or row.gguf_type is None:
+            continue
+        value = plan.config.get(row.key)
+        value = _derived(dims, row.key) if value is None else value
+        if not value:  # absent, or a zero that means "none" (a sliding window)
+            continue
+        typed = F32(float(value)) if row.gguf_type == "f32" else Value(row.gguf_type, int(value))
+        for key in (row.names["gguf"], *row.gguf_also):
+            out[key.replace("{arch}", arch)] = typed
+    settings = plan.config["rope_parameters"]
+    out[f"{arch}.rope.freq_base"] = F32(float(settings["rope_theta"]))
+    if settings["rope_type"] == "linear":
+        out[f"{arch}.rope.scaling.type"] = Str("linear")
+        out[f"{arch}.rope.scaling.factor"] = F32(float(settings["factor"]))
+    return out
+
+
+def _derived(dims: Dims, key: str) -> Any:
+    """What a key that the config does not have follows from: the dim whose expression begins with it."""
+    for name, alternatives in dims.table.dims.items():
+        if alternatives[0].text == key or alternatives[0].text.startswith(f"{key} or "):
+            return dims.get(name)
+    return None
+
+
+# ---- provenance ------------------------------------------------------------------------------------------------
+
+
+def _provenance(plan: ConversionPlan) -> dict[str, Value]:
+    """``convert.*``: where the file comes from, and what GGUF has no key for."""
+    from convert import __version__
+
+    source = plan.source
+    config = carried(plan.config, source.raw_config if source.layout == "hf" else source.record.get("config"))
+    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    out = {
+        "convert.version": Str(f"ckpt-convert {__version__}"),
+        "convert.family": Str(plan.table.family),
+        "convert.source.layout": Str(source.layout),
+        "convert.source.format": Str(source.format),
+        "convert.source.files": Array("str", [file.name for file in source.files]),
+        "convert.source.head_sha256": Array("str", [head_hash(file) for file in source.files]),
+        "convert.qk_layout": Str(plan.table.convention_of("gguf", "rope")),
+        "convert.tied": Bool(plan.tied),
+        ROPE_KEY: Str(_json(plan.config["rope_parameters"])),
+        CONFIG_KEY: Str(_json(config)),
+    }
+    generation = generation_config(source)
+    if generation:
+        out[GENERATION_KEY] = Str(_json(generation))
+    return out
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+# ---- what the user adds ----------------------------------------------------------------------------------------
+
+
+def _add_users(values: KeyValues, wanted: Mapping[str, Any]) -> None:
+    problems = []
+    for name, given in wanted.items():
+        key = name if "." in name else f"general.{name}"
+        try:
+            if key.startswith(_FIXED):
+                raise ValueError("it follows from the model and the file")
+            value = typed(key, given, like=values.types.get(key))
+            encode(key, value)
+        except ValueError as error:
+            problems.append(Problem("metadata", f"--metadata {name}={given}: {error}.", found=str(given)))
+            continue
+        values.put(key, value)
+    if problems:
+        raise UsageError(problems)
+
+
+def typed(key: str, given: Any, *, like: str | None = None) -> Value:
+    """The typed value for ``key`` that a person means by ``given``: a text, or a plain Python value.
+
+    Args:
+        key: The key; well-known ``general.*`` keys have a type of their own.
+        given: A text as on a command line, or a bool, int, float or list.
+        like: The type that the key has already.
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    if isinstance(given, Value):
+        return given
+    short = key.removeprefix("general.")
+    if like is None and short != key:
+        like = "str" if short in _TEXTS else "arr:str" if short in _LISTS else None
+    if isinstance(given, bool):
+        given = "true" if given else "false"
+    if isinstance(given, (list, tuple)):
+        if all(isinstance(item, str) for item in given):
+            return Array("str", list(given))
+        return Array("f32" if any(isinstance(item, float) for item in given) else "i32", list(given))
+    return infer(str(given), like=like)
