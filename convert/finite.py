@@ -106,10 +106,10 @@ def refusal(source: Source, target: str, *, tensor: str) -> ConvertError:
     count = nan + infinite + large
     found = {"row": first, "count": count}
     block = DTYPES[target].is_quantized
-    if nan + infinite:
-        what = f"{nan:,} NaN and {infinite:,} infinite values"
+    if nan + infinite:  # also where others are too large: these no type can hold
         kind = "not_finite"
-        message = f"{tensor!r} cannot be {'quantised' if block else 'written'}: it holds {what}"
+        verb = "quantised" if block else "written"
+        message = f"{tensor!r} cannot be {verb}: {nan + infinite:,} values are not finite ({nan:,} NaN)"
         hint = "The checkpoint is damaged or its training diverged; no conversion can mend it."
     else:
         kind = "overflow"
@@ -118,5 +118,5 @@ def refusal(source: Source, target: str, *, tensor: str) -> ConvertError:
         )
         hint = f"Keep this tensor wider: --tensor-type {tensor}={'bf16' if biggest < _OVERFLOW['BF16'] else 'f32'}."
     return ConvertError(
-        Problem(kind, f"{message}; the first bad row is {first}.", tensor=tensor, found=found, wanted=0, hint=hint)
+        Problem(kind, f"{message}, the first in row {first}.", tensor=tensor, found=found, wanted=0, hint=hint)
     )

@@ -190,11 +190,8 @@ def _own_name(plan: ConversionPlan) -> str | None:
 
 def size_label(parameters: int) -> str:
     """``1.2B``: at least two figures, as llama.cpp's converter labels sizes."""
-    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if parameters >= unit:
-            break
-    else:
-        unit, letter = 1e3, "K"
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+    unit, letter = next((u for u in units if parameters >= u[0]), units[-1])
     scaled = parameters / unit
     return f"{scaled:.1f}{letter}" if scaled < 9.5 else f"{scaled:.0f}{letter}"
 

@@ -132,19 +132,7 @@ def _note_choices(plan: ConversionPlan, entries: list[Entry], choices: list[Type
     """Every substitution with its cost in bytes; without fallback they stop instead."""
     fallen = [c for c in choices if c.fallback_from]
     if fallen and not plan.request.gguf.fallback:
-        raise UsageError(
-            [
-                Problem(
-                    "type",
-                    f"{', '.join(fold_names(c.name for c in group))} cannot be {group[0].fallback_from}: {group[0].reason}.",
-                    found=group[0].reason,
-                    wanted=group[0].fallback_from,
-                    hint=f"Without --no-fallback {'it becomes' if len(group) == 1 else 'they become'} {group[0].dtype}, "
-                    f"{sum(c.extra_bytes for c in group):+,} bytes; --tensor-type chooses another type.",
-                )
-                for group in _grouped(fallen)
-            ]
-        )
+        raise UsageError([_no_fallback(group) for group in _grouped(fallen)])
     for group in _grouped(fallen):
         plan.notes.append(
             f"{group[0].dtype} in place of {group[0].fallback_from}, {sum(c.extra_bytes for c in group):+,} bytes: "
@@ -166,6 +154,17 @@ def _note_choices(plan: ConversionPlan, entries: list[Entry], choices: list[Type
             "ggml is not installed: the gguf package quantises, to the same bytes but several times slower "
             "(the extra `quantize` has it)"
         )
+
+
+def _no_fallback(group: list[TypeChoice]) -> Problem:
+    first, cost = group[0], sum(c.extra_bytes for c in group)
+    return Problem(
+        "type",
+        f"{', '.join(fold_names(c.name for c in group))} cannot be {first.fallback_from}: {first.reason}.",
+        found=first.reason,
+        wanted=first.fallback_from,
+        hint=f"Without --no-fallback the type is {first.dtype} ({cost:+,} bytes); --tensor-type chooses another.",
+    )
 
 
 def _quantized(dtype: str) -> bool:
