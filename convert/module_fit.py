@@ -16,6 +16,7 @@ from convert.checkpoint import Checkpoint
 from convert.errors import ConvertError, Problem
 from convert.layout import Dims, Slot, expand
 from convert.module_tensors import FLOATS, Home, config_of, distinct, homes, hub_config, with_layout
+from convert.shapes import primary_key
 from convert.table import MappingTable
 
 _META_HINT = (
@@ -110,18 +111,19 @@ def fit(
     """
     table, found_layout, named = with_layout(homes(model), layout=layout, names=names, family=ckpt.family)
     out = Fit(ckpt, table, found_layout, named)
-    hub = _own_config(out, model)
+    raw = config_of(model)
+    hub = _own_config(out, raw)
     if hub is not None:
         _check_heads(out, hub)
     _pair(out, strict, dtype)
     _check_shared(out)
     _left(out, strict)
-    _check_rope(out, hub)
+    # A config that does not mention RoPE says nothing of it; the class may have its numbers elsewhere.
+    _check_rope(out, hub if raw and any("rope" in key for key in raw) else None)
     return out
 
 
-def _own_config(out: Fit, model: nn.Module) -> dict[str, Any] | None:
-    raw = config_of(model)
+def _own_config(out: Fit, raw: dict[str, Any] | None) -> dict[str, Any] | None:
     if raw is None:
         return None
     try:
@@ -255,15 +257,16 @@ def _left(out: Fit, strict: bool) -> None:
 
 def _check_heads(out: Fit, hub: Mapping[str, Any]) -> None:
     """Head counts do not follow from shapes: a module with other ones would be filled, and wrong."""
-    counts = {row.rope for row in out.table.rows.values() if row.rope is not None}
-    theirs, ours = Dims(out.table, hub), out.checkpoint.dims
-    for expr in sorted(counts, key=lambda e: e.text):
-        built, stored = theirs.get(expr.text), ours.get(expr.text)
+    counts = {row.rope.text for row in out.table.rows.values() if row.rope is not None}
+    for dim in sorted(counts):
+        key = primary_key(out.table, dim)
+        built, stored = hub.get(key) if key else None, out.checkpoint.dims.get(dim)
+        # A config that does not state the count says nothing, whatever the family's default is.
         if built is not None and stored is not None and int(built) != int(stored):
             out.problems.append(
                 Problem(
                     "config",
-                    f"the module was built with {built} heads where the checkpoint has {stored} ({expr.text}).",
+                    f"the module was built with {built} heads where the checkpoint has {stored} ({key}).",
                     found=int(built),
                     wanted=int(stored),
                     hint="Build the module with the checkpoint's config.",

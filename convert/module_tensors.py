@@ -5,7 +5,7 @@ Knows modules and tables; fills and saves nothing (:mod:`convert.modules`, :mod:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from convert.errors import UsageError
 from convert.names import load_names
 from convert.source import Array, Source
 from convert.table import MappingTable, families, load_table
-from convert.wrappers import strip_prefixes
+from convert.wrappers import WRAPPER_PARTS, strip_prefixes
 
 #: Canonical names of torch's element types.
 TYPES: dict[torch.dtype, str] = {
@@ -142,12 +142,22 @@ def with_layout(
 def config_of(model: nn.Module) -> dict[str, Any] | None:
     """The config that a module carries, as its file would hold it: the book's ``cfg``, or transformers' ``config``."""
     tables = [load_table(f) for f in families()]
-    for name in ("cfg", "config"):
-        value: Any = getattr(model, name, None)
-        value = value.to_dict() if hasattr(value, "to_dict") else value
-        if isinstance(value, Mapping) and configs.layout_of(value, tables) is not None:
-            return configs.plain(value)
+    for module in _unwrapped(model):
+        for name in ("cfg", "config"):
+            value: Any = getattr(module, name, None)
+            value = value.to_dict() if hasattr(value, "to_dict") else value
+            if isinstance(value, Mapping) and configs.layout_of(value, tables) is not None:
+                return configs.plain(value)
     return None
+
+
+def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """The module, and what lies in it while it is nothing but a wrapper."""
+    found: Any = model
+    while isinstance(found, nn.Module):
+        yield found
+        inner = dict(found.named_children())
+        found = next((inner[n] for n in inner if n in WRAPPER_PARTS), None) if len(inner) == 1 else None
 
 
 def hub_config(table: MappingTable, raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

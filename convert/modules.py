@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from convert.checkpoint import Checkpoint, open_checkpoint
+from convert.devices import pick_device
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError, Problem, UsageError
 from convert.filling import fill_all
@@ -93,7 +94,8 @@ def load_into(
             source's is always detected.
         names: A names file for a module with names of its own; it also states the order of its rotary pairs.
         source_names: The names file of a source with names of its own; ``names`` is tried where this is not given.
-        device: Where the module shall be. Parameters and buffers move there; without it everything stays where it is.
+        device: Where the module shall be (``auto``: the best there is). Parameters and buffers move there; without it
+            everything stays where it is.
         dtype: Type of the parameters, instead of their own. Buffers keep theirs. The book's classes cast by
             ``model.cfg["dtype"]``, which is then replaced too (in a copy of the dict).
         tie: ``"share"``: where head and embedding of the checkpoint are one, the module's head becomes its embedding's
@@ -117,6 +119,7 @@ def load_into(
     if tie not in ("share", "copy"):
         raise UsageError(f"tie={tie!r} is not known.", hint='tie="share" or tie="copy".')
     wanted = torch_dtype(dtype)
+    place = None if device is None else pick_device(str(device))
     opened = _open(model, src, names, source_names, options)
     try:
         found = fit(opened, model, layout=layout, names=names, strict=strict, dtype=wanted)
@@ -126,7 +129,7 @@ def load_into(
             raise ConvertError(fold_problems(problems))
         report = _report(opened, found)
         tasks = _tasks(opened, found, tie, wanted, report)
-        _materialise(model, found, tasks, device, wanted, report)
+        _materialise(model, found, tasks, place, wanted, report)
         fill_all(((t.home.tensor, t.source) for t in tasks), opened.pool, threads)
         if report.shared:
             _share(found)
@@ -251,14 +254,14 @@ def _materialise(
     model: nn.Module,
     found: Fit,
     tasks: list[_Task],
-    device: torch.device | str | None,
+    device: torch.device | None,
     dtype: torch.dtype | None,
     report: LoadReport,
 ) -> None:
     """Give every tensor its memory, on its device and in its type; parameters stay the objects they are if they can."""
     filled = {id(t.home) for t in tasks}
     every = distinct(found.homes.values())
-    place = _default_device(every) if device is None else torch.device(device)
+    place = _default_device(every) if device is None else device
     for home in every:
         old = home.tensor
         target = place if device is not None or old.is_meta else old.device

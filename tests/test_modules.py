@@ -202,8 +202,16 @@ def test_other_layers_and_other_heads(tmp_path):
     found = problems(lambda: load_into(book_model(made.shape, n_layers=1), made.path))
     assert found["unexpected_tensor"].tensor.startswith("model.layers.1.")
     # the same shapes, so that nothing but the config tells
-    found = problems(lambda: load_into(book_model(made.shape, n_heads=3, n_kv_groups=3), made.path))
-    assert set(found) == {"config"} and (found["config"].found, found["config"].wanted) == (3, 6)
+    for wrap in (lambda m: m, torch.nn.DataParallel):
+        model = wrap(book_model(made.shape, n_heads=3, n_kv_groups=3))
+        found = problems(lambda model=model: load_into(model, made.path))
+        assert set(found) == {"config"} and (found["config"].found, found["config"].wanted) == (3, 6)
+    # a class that calls its numbers otherwise is not judged by them
+    model = book_model(made.shape, torch.float32)
+    model.cfg = {"emb_dim": 48, "n_layers": 2, "n_heads": 6, "dtype": torch.float32, "kv": 6, "base": 500_000}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_into(model, made.path)
 
 
 def test_another_rope_base_is_warned_about(tmp_path):
@@ -423,7 +431,7 @@ def test_check_module_says_what_load_into_would(tmp_path):
 def test_options_that_do_not_fit(tmp_path):
     made = make_hf(tmp_path, "std")
     model = book_model(made.shape)
-    for wrong in ({"tie": "maybe"}, {"dtype": "int8"}, {"dtype": "q8_0"}, {"colour": 1}):
+    for wrong in ({"tie": "maybe"}, {"dtype": "int8"}, {"dtype": "q8_0"}, {"colour": 1}, {"device": "warp"}):
         with pytest.raises(UsageError):
             load_into(model, made.path, **wrong)
     with pytest.raises(UsageError):
