@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,14 @@ if TYPE_CHECKING:
 
 @click.command("verify")
 @click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("b", metavar="B", required=False)
+@click.option(
+    "--engine",
+    type=click.Choice(["reference", "llama.cpp"]),
+    default="reference",
+    show_default=True,
+    help="What runs A: our reference model, or real llama.cpp (A is a GGUF file; without B, B is A itself).",
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, mps.")
 @click.option(
     "--dtype",
@@ -39,34 +47,42 @@ if TYPE_CHECKING:
 @click.option("--config", metavar="FILE", help="Config of A, where it has none.")
 @click.option("--config-b", metavar="FILE", help="Config of B, where it has none.")
 @output_options
-def command(a: str, b: str, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
+def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Run A and B on the reference model, each as stored, and compare their logits.
 
     A copy of A is broken on purpose, and the comparison must see it. Exit code 0: pass, 1: fail, 3: weak (the check
     could not have seen a fault in this model).
-    """
-    from convert.checkpoint import open_checkpoint
-    from convert.verify import verify
 
+    With --engine llama.cpp, real llama.cpp runs A, a GGUF file, and its predictions are compared with those of the
+    reference model on B.
+    """
     text = options["text"]
     if text and text.startswith("@"):
         text = Path(text[1:]).read_text(encoding="utf-8")
     steps = None if quiet or as_json else lambda s: click.echo(f"… {s}", err=True)
-    with open_checkpoint(a, **_side(a, options, "")) as first, open_checkpoint(b, **_side(b, options, "_b")) as second:
-        result = verify(
-            first,
-            second,
-            device=options["device"],
-            dtype=options["dtype"],
-            n_tokens=options["n_tokens"],
-            text=text,
-            on_step=steps,
-        )
+    result = _run(a, b, options, text=text, on_step=steps)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif not quiet:
         show(result)
     return {"pass": 0, "fail": 1, "weak": 3}[result.verdict]
+
+
+def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> VerifyResult:
+    from convert.checkpoint import open_checkpoint
+    from convert.verify import verify
+    from convert.verify_engine import verify_engine
+
+    engine = options["engine"]
+    if b is None and engine == "reference":
+        raise click.UsageError("Missing argument 'B'. (Only --engine llama.cpp can do without it.)")
+    more |= {key: options[key] for key in ("device", "dtype", "n_tokens")}
+    with ExitStack() as stack:
+        first = stack.enter_context(open_checkpoint(a, **_side(a, options, "")))
+        second = None if b is None else stack.enter_context(open_checkpoint(b, **_side(b, options, "_b")))
+        if engine == "reference":
+            return verify(first, second, **more)
+        return verify_engine(first, second, engine=engine, **more)
 
 
 def _side(path: str, options: dict[str, Any], suffix: str) -> dict[str, Any]:
@@ -95,7 +111,8 @@ def show(result: VerifyResult) -> None:
     """The result in one screen."""
     value = result.as_json()
     control = value["control"] or {}
-    click.echo(f"verify: {result.verdict} (on {result.device}, {result.dtype}, {result.n_tokens} tokens)")
+    against = f", A in {value['engine']}" if "engine" in value else ""
+    click.echo(f"verify: {result.verdict} (on {result.device}, {result.dtype}, {result.n_tokens} tokens{against})")
     click.echo(f"  {result.message}")
     rows = [
         ("max |Δ|", "max_abs"),
@@ -109,6 +126,8 @@ def show(result: VerifyResult) -> None:
         click.echo(f"  {label:22}{_number(value[key]):>14}{_number(control.get(key)):>14}")
     first = value["first_diff_position"]
     click.echo(f"  first difference      {'none' if first is None else f'position {first}':>14}")
+    if "tolerance_abs" in value:
+        click.echo(f"  tolerance (max |Δ|)   {value['tolerance_abs']:>14.2e}")
     if value.get("tolerance") is not None:
         click.echo(f"  tolerance (NMSE)      {value['tolerance']:>14.2e}")
     for hint in result.hints:
