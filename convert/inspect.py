@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from convert import config as configs
 from convert import tying
 from convert.checkpoint import Checkpoint, open_checkpoint
-from convert.opening import shapes_of
 from convert.errors import ConvertError
 from convert.inspection import Inspection, Stored
 from convert.layout import Dims, Key
+from convert.opening import shapes_of
 from convert.report import fold_names
 
 if TYPE_CHECKING:
