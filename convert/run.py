@@ -293,11 +293,16 @@ class _Writer:
         return len(chosen)
 
     def _check_header(self, name: str, format: str) -> None:
-        if format != "safetensors":
-            return
-        from convert.formats import safetensors
+        if format == "safetensors":
+            from convert.formats import safetensors
 
-        read = safetensors.read(self.folder / name)
+            read = safetensors.read(self.folder / name)
+        elif format == "gguf":
+            from convert.formats import gguf
+
+            read = gguf.read(self.folder / name)
+        else:
+            return
         file = next(f for f in self.plan.files if f.name == name)
         for entry in file.entries:
             spec = read.tensors.get(entry.name)

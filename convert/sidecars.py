@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from convert import config as configs
-from convert.errors import ConvertError, Problem
+from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Entry
 from convert.plan import ConversionPlan
 from convert.record import dump, record
@@ -50,7 +50,7 @@ def add_sidecars(plan: ConversionPlan) -> None:
         plan.config.setdefault("bos_token_id", config.get("bos_token_id"))
         plan.sidecars["config.json"] = dump(config)
         if "generation_config.json" not in plan.sidecars:
-            plan.sidecars["generation_config.json"] = dump(_generation(config))
+            plan.sidecars["generation_config.json"] = dump(_generation(config, source_generation(plan)))
         if len(plan.files) > 1:
             plan.sidecars["model.safetensors.index.json"] = dump(_index(plan))
         _note_context(plan)
@@ -117,8 +117,16 @@ def _count(entry: Entry) -> int:
     return out
 
 
-def _generation(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers would write for a model without its own generation settings."""
+def source_generation(plan: ConversionPlan) -> dict[str, Any]:
+    """Generation settings that an earlier conversion kept in its record; empty without one."""
+    kept = plan.source.record.get("generation_config")
+    return dict(kept) if isinstance(kept, dict) else {}
+
+
+def _generation(config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the source, or what transformers would write for a model without its own."""
+    if kept:
+        return kept
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {"_from_model_config": True} | {k: config[k] for k in keys if config.get(k) is not None}
 
@@ -134,15 +142,16 @@ def _tokenizer(plan: ConversionPlan) -> dict[str, Any]:
     source = plan.source
     ids: dict[str, Any] = {}
     try:
-        if source.layout == "gguf":
+        if source.layout == "gguf" and plan.request.tokenizer_path is None:
             from convert.tokenizer.from_gguf import hf_files, special_ids
 
             plan.sidecars |= hf_files(source.metadata)
             ids = dict(special_ids(source.metadata))
         else:
-            plan.sidecars |= {n: source.folder / n for n in CARRIED if (source.folder / n).is_file()}
+            place = tokenizer_place(plan)
+            plan.sidecars |= _carried(place, source.folder)
             if plan.request.target == "hf" and "tokenizer.json" not in plan.sidecars:
-                ids = _built(plan)
+                ids = _built(plan, place)
     except ConvertError as error:
         if plan.request.target == "hf":
             raise
@@ -150,15 +159,40 @@ def _tokenizer(plan: ConversionPlan) -> dict[str, Any]:
     return ids
 
 
-def _built(plan: ConversionPlan) -> dict[str, Any]:
+def tokenizer_place(plan: ConversionPlan) -> Path:
+    """The folder or file where the tokenizer lies.
+
+    Raises:
+        UsageError: ``--tokenizer`` names nothing.
+    """
+    place = Path(plan.request.tokenizer_path or plan.source.folder)
+    if not place.exists():
+        raise UsageError(f"--tokenizer {place}: there is no such file or folder.")
+    return place
+
+
+def _carried(place: Path, own: Path) -> dict[str, bytes | Path]:
+    """Files that are carried as they are; generation settings come from the model, not from the tokenizer's folder."""
+    folder = place if place.is_dir() else place.parent
+    found: dict[str, bytes | Path] = {n: folder / n for n in CARRIED if (folder / n).is_file()}
+    if place.is_file() and place.name != "tokenizer.json":
+        found.pop("tokenizer.json", None)
+    if folder != own:
+        found.pop("generation_config.json", None)
+        if (own / "generation_config.json").is_file():
+            found["generation_config.json"] = own / "generation_config.json"
+    return found
+
+
+def _built(plan: ConversionPlan, place: Path) -> dict[str, Any]:
     """Hugging Face files from ``tokenizer.model`` (SentencePiece or tiktoken) or vocab and merges."""
     from convert.tokenizer.source import find, read_tokenizer
     from convert.tokenizer.to_hf import hf_files_from
 
-    if find(plan.source.folder) is None:
+    if find(place) is None:
         plan.notes.append("no tokenizer lies beside the source; none is written")
         return {}
-    tokenizer = read_tokenizer(plan.source.folder)
+    tokenizer = read_tokenizer(place)
     plan.notes += tokenizer.notes
     rows = int(plan.config["vocab_size"])
     if len(tokenizer.tokens) > rows:

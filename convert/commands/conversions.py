@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from convert.commands.gguf_options import gguf_options, library_options
 from convert.commands.options import Size, conversion_options, output_options, source_options, stack
+from convert.errors import UsageError
 
 if TYPE_CHECKING:
     from convert.plan import ConversionPlan
@@ -47,6 +49,7 @@ _target_options = {
             help="File format.",
         ),
     ),
+    "gguf": gguf_options,
 }
 _UNSET: dict[str, Any] = {}
 
@@ -78,6 +81,10 @@ scratch_to_meta = _command("scratch", "meta")
 gguf_to_hf = _command("gguf", "hf")
 gguf_to_scratch = _command("gguf", "scratch")
 gguf_to_meta = _command("gguf", "meta")
+hf_to_gguf = _command("hf", "gguf")
+meta_to_gguf = _command("meta", "gguf")
+scratch_to_gguf = _command("scratch", "gguf")
+gguf_to_gguf = _command("gguf", "gguf")
 
 
 @click.group("to", help="Convert any source to LAYOUT; the source is recognised.", subcommand_metavar="LAYOUT SRC OUT")
@@ -85,7 +92,7 @@ def to() -> None:
     """Commands per target layout."""
 
 
-for _target in ("hf", "meta", "scratch"):
+for _target in ("hf", "meta", "scratch", "gguf"):
     to.add_command(_command(None, _target), _target)
 
 
@@ -104,6 +111,7 @@ def convert(
     quiet: bool,
     debug: bool,
     no_tokenizer: bool,
+    tokenizer: str | None,
     **options: Any,
 ) -> int:
     """Plan, convert, check, and verify where asked; returns the exit code."""
@@ -111,8 +119,18 @@ def convert(
     from convert.run import run
 
     names = options.get("names")
-    plan = plan_conversion(src, target, source_layout=source, tokenizer=not no_tokenizer, **options)
+    if tokenizer is not None and no_tokenizer:
+        raise UsageError("--tokenizer and --no-tokenizer exclude each other.")
+    plan = plan_conversion(
+        src,
+        target,
+        source_layout=source,
+        tokenizer=not no_tokenizer,
+        tokenizer_path=tokenizer,
+        **library_options(options),
+    )
     path = Path(out)
+    plan.bind(path)
     if dry_run:
         from convert.commands.dry_run import show_plan
 
@@ -166,7 +184,8 @@ class _Outcome:
 def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, quiet: bool) -> _Outcome:
     import shlex
 
-    hint = f"verify it on the CPU: convert verify {shlex.quote(str(plan.source.path))} {shlex.quote(str(out))}"
+    made_at = plan.main_path(out)
+    hint = f"verify it on the CPU: convert verify {shlex.quote(str(plan.source.path))} {shlex.quote(str(made_at))}"
     if mode == "never":
         return _Outcome()
     device = "auto"
@@ -182,15 +201,22 @@ def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, qu
     if mode == "auto" and str(pick_device("auto")) == "cpu":
         return _Outcome(text=f"Not run on a model (torch sees no GPU). To {hint}")
     target_names = names if plan.request.target == "scratch" else None
-    with open_checkpoint(out, **({"names": target_names} if target_names else {})) as made:
+    with open_checkpoint(made_at, **({"names": target_names} if target_names else {})) as made:
         result = verify(plan.source, made, device=device, on_step=None if quiet else lambda s: click.echo(s, err=True))
     code = {"pass": 0, "fail": 1, "weak": 3}[result.verdict]
     text = f"verify: {result.verdict}. {result.message}"
     if result.verdict == "fail":
-        failed = out.with_name(out.name + ".failed")
-        out.replace(failed)
+        failed = _rename_failed(plan, out)
         text += f" The output was renamed to {failed}."
     return _Outcome(code, text, result.as_json())
+
+
+def _rename_failed(plan: ConversionPlan, out: Path) -> Path:
+    """Nothing that failed keeps a name under which it would be taken for good; returns the (first) new name."""
+    paths = [out.with_name(f.name) for f in plan.files] if plan.single_file else [out]
+    for path in paths:
+        path.replace(path.with_name(path.name + ".failed"))
+    return paths[0].with_name(paths[0].name + ".failed")
 
 
 def _tell(plan: ConversionPlan, summary: Summary) -> None:
@@ -202,6 +228,8 @@ def _tell(plan: ConversionPlan, summary: Summary) -> None:
         f"{summary.tensors} tensors, {human_bytes(summary.bytes_written)} in {summary.seconds:.1f} s "
         f"({human_bytes(rate)}/s)"
     )
+    if len(plan.files) > 1 and plan.single_file:
+        click.echo(f"  {len(plan.files)} files: {plan.files[0].name} … {plan.files[-1].name}")
     for note in summary.notes:
         click.echo(f"  note: {note}")
     click.echo(f"Checked after writing: sizes, headers, {summary.checked_blocks} sampled blocks.")

@@ -92,6 +92,7 @@ conversion_options = stack(
     click.option(
         "--allow-reference", is_flag=True, help="Write what the book's class cannot hold, for our reference class."
     ),
+    click.option("--tokenizer", metavar="PATH", help="The tokenizer: a folder or file, if not beside the source."),
     click.option("--no-tokenizer", is_flag=True, help="Convert the weights alone."),
     click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers."),
     click.option("--force", is_flag=True, help="Go on although disk space or memory look too small."),
