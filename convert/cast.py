@@ -47,9 +47,10 @@ def to_float32(values: Array, dtype: str, out: NDArray[np.float32] | None = None
         return ggml.float16_to_float32(values, out)  # type: ignore[arg-type]
     if dtype == "F32" and out is None:
         return values  # type: ignore[return-value]
-    if out is None:
-        return values.astype(np.float32)
-    np.copyto(out, values, casting="unsafe")
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # losses are counted, NaN is no surprise
+        if out is None:
+            return values.astype(np.float32)
+        np.copyto(out, values, casting="unsafe")
     return out
 
 
@@ -80,7 +81,8 @@ def cast(values: Array, source: str, target: str, loss: CastLoss | None = None) 
     if source == target:
         return values
     if target == "F64":
-        return (values if source == "F32" else to_float32(values, source)).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            return to_float32(values, source).astype(np.float64)
     wide = to_float32(values, source)
     if target == "F32":
         if loss is not None and source == "F64":
@@ -88,7 +90,9 @@ def cast(values: Array, source: str, target: str, loss: CastLoss | None = None) 
         return wide
     narrow: Array = float32_to_bf16(wide) if target == "BF16" else ggml.float32_to_float16(wide)
     if loss is not None:
-        _count_narrow(wide, narrow, 0x7F80 if target == "BF16" else 0x7C00, loss)
+        # float64 loses values on its way to float32 already, so they are counted from where they came.
+        before = values if source == "F64" else wide
+        _count_narrow(before, narrow, 0x7F80 if target == "BF16" else 0x7C00, loss)
     return narrow
 
 
@@ -101,7 +105,7 @@ def _count(before: Array, after: Array, loss: CastLoss) -> None:
         loss.underflowed += zeros - int(before.size - np.count_nonzero(before))
 
 
-def _count_narrow(before: NDArray[np.float32], after: Array, infinity: int, loss: CastLoss) -> None:
+def _count_narrow(before: Array, after: Array, infinity: int, loss: CastLoss) -> None:
     # On the 16-bit patterns: integer compares on half the bytes are several times faster than isinf, and comparing with
     # zero is four times faster than numpy's count of non-zero floats.
     magnitude = after.view(np.uint16) & np.uint16(0x7FFF)

@@ -160,6 +160,9 @@ def float32_to_float16(values: Floats) -> NDArray[np.float16]:
     out = np.empty(values.shape, np.float16)
     values = np.ascontiguousarray(values, np.float32)
     libraries.cpu.ggml_cpu_fp32_to_fp16(values.ctypes.data, out.ctypes.data, values.size)
+    tail = values.size % 8
+    if tail:  # past its vectors ggml drops the payload of NaN, and bits would depend on where a block ends
+        out.reshape(-1)[-tail:] = _numpy_float16(values.reshape(-1)[-tail:])
     return out
 
 
