@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 import textwrap
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ transformers = pytest.importorskip("transformers")
 book = pytest.importorskip("llms_from_scratch.llama3")
 from torch import nn  # noqa: E402
 
-import convert  # noqa: E402
-from convert import ConvertError, UsageError, load_into, no_init  # noqa: E402
-from convert.modules import check_module  # noqa: E402
+from convert import UsageError, load_into, no_init  # noqa: E402
 from tests.fixtures import make_gguf, make_hf, make_meta, make_scratch, tokens  # noqa: E402
 from tests.fixtures.scratch import scratch_config  # noqa: E402
+from tests.own_module import NAMES, Mine, book_model, logits, oracle, problems  # noqa: E402
 
 MAKERS = {
     "hf": lambda p, s, **k: make_hf(p / "hf", s, **k),
@@ -34,32 +32,6 @@ MAKERS = {
     "training": lambda p, s, **k: make_scratch(p / "train", s, format="pth", wrapper="model_state_dict", **k),
     "gguf": lambda p, s, **k: make_gguf(p / "m.gguf", s, **k),
 }
-
-
-def book_model(shape, dtype=torch.float64, *, meta=True, **changes):
-    config = {**scratch_config(shape, dtype="float32"), "dtype": dtype, **changes}
-    if not meta:
-        return book.Llama3Model(config)
-    with no_init():
-        return book.Llama3Model(config)
-
-
-def oracle(made_hf, ids):
-    """transformers' logits in float64, where orders of summation make no difference."""
-    model = transformers.LlamaForCausalLM.from_pretrained(made_hf, dtype=torch.float64)
-    with torch.no_grad():
-        return model(ids).logits
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model(ids)
-
-
-def problems(call):
-    with pytest.raises(ConvertError) as caught:
-        call()
-    return {p.kind: p for p in caught.value.problems}
 
 
 @pytest.fixture(scope="module", params=["gqa8", "tied"])
@@ -135,16 +107,6 @@ def test_tie_copy_and_a_module_that_cannot_be_tied(tmp_path):
     assert model.out_head.weight is model.tok_emb.weight
 
 
-def test_parameters_that_share_memory_without_being_one(tmp_path):
-    made = make_hf(tmp_path, "std")
-    model = book_model(made.shape, torch.float32, meta=False)
-    model.out_head.weight = nn.Parameter(model.tok_emb.weight.data)
-    assert "tied_module" in problems(lambda: load_into(model, made.path))
-    model = book_model(made.shape, torch.float32, meta=False)
-    model.trf_blocks[1].att.W_value.weight = model.trf_blocks[1].att.W_key.weight
-    assert "shared_parameter" in problems(lambda: load_into(model, made.path))
-
-
 @pytest.mark.parametrize("type", ["q8_0", "q4_k"])
 def test_quantised_gguf(tmp_path, type):
     made = make_gguf(tmp_path / "m.gguf", "kquant", type=type)
@@ -158,88 +120,6 @@ def test_quantised_gguf(tmp_path, type):
     ids = tokens(made.shape)
     wanted = logits(wanted.double().eval(), ids).logits
     assert (logits(model, ids) - wanted).abs().max() < 1e-6 * wanted.abs().max()
-
-
-def test_a_wrong_shape_leaves_the_module_untouched_and_names_everything(tmp_path):
-    made = make_hf(tmp_path, "std")
-    model = book_model(made.shape, torch.float32, meta=False)
-    model.trf_blocks[1].ff.fc1 = nn.Linear(48, 81, bias=False)
-    model.trf_blocks[0].att.W_query = nn.Linear(48, 48, bias=True)
-    model.extra = nn.Linear(2, 2, bias=False)
-    del model.final_norm
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    found = problems(lambda: load_into(model, made.path))
-    assert found["shape"].tensor == "trf_blocks.1.ff.fc1.weight"
-    assert (found["shape"].found, found["shape"].wanted) == ([81, 48], [80, 48])
-    assert found["unexpected_tensor"].tensor == "model.norm.weight"
-    assert "missing_tensor" in found
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-    # without strict the shape still stops; the rest is reported
-    assert set(problems(lambda: load_into(model, made.path, strict=False))) == {"shape"}
-    model.trf_blocks[1].ff.fc1 = nn.Linear(48, 80, bias=False)
-    report = load_into(model, made.path, strict=False)
-    assert sorted(report.missing_keys) == ["extra.weight", "trf_blocks.0.att.W_query.bias"]
-    assert report.unexpected_keys == ["model.norm.weight"]
-    assert torch.equal(model.extra.weight, before["extra.weight"])
-    assert torch.equal(model.tok_emb.weight, made.hf["model.embed_tokens.weight"])
-
-
-def test_a_damaged_checkpoint_is_reported_with_the_rest(tmp_path):
-    made = make_hf(tmp_path, "std")
-    from safetensors.torch import save_file
-
-    save_file({k: v for k, v in made.hf.items() if "layers.1" not in k}, made.path / "model.safetensors")
-    model = book_model(made.shape, torch.float32, meta=False)
-    before = model.tok_emb.weight.clone()
-    assert set(problems(lambda: load_into(model, made.path))) == {"missing_tensor"}
-    assert torch.equal(before, model.tok_emb.weight)
-
-
-def test_other_layers_and_other_heads(tmp_path):
-    made = make_hf(tmp_path, "mha")
-    found = problems(lambda: load_into(book_model(made.shape, n_layers=3), made.path))
-    assert found["missing_tensor"].tensor.startswith("trf_blocks.2.")
-    found = problems(lambda: load_into(book_model(made.shape, n_layers=1), made.path))
-    assert found["unexpected_tensor"].tensor.startswith("model.layers.1.")
-    # the same shapes, so that nothing but the config tells
-    for wrap in (lambda m: m, torch.nn.DataParallel):
-        model = wrap(book_model(made.shape, n_heads=3, n_kv_groups=3))
-        found = problems(lambda model=model: load_into(model, made.path))
-        assert set(found) == {"config"} and (found["config"].found, found["config"].wanted) == (3, 6)
-    # a class that calls its numbers otherwise is not judged by them
-    model = book_model(made.shape, torch.float32)
-    model.cfg = {"emb_dim": 48, "n_layers": 2, "n_heads": 6, "dtype": torch.float32, "kv": 6, "base": 500_000}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_into(model, made.path)
-
-
-def test_another_rope_base_is_warned_about(tmp_path):
-    made = make_hf(tmp_path, "std", scaling=8)
-    ours = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context_length": 8192}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_into(book_model(made.shape, rope_freq=ours), made.path)
-    for wrong in ({"rope_freq": ours, "rope_base": 10_000.0}, {"rope_freq": {**ours, "factor": 32.0}}):
-        with pytest.warns(UserWarning, match="built with RoPE"):
-            load_into(book_model(made.shape, **wrong), made.path)
-    # a class that tells nothing but its table
-    model = book_model(made.shape, rope_base=10_000.0)
-    del model.cfg
-    with pytest.warns(UserWarning, match="'cos' of the module"):
-        load_into(model, made.path)
-
-
-def test_a_buffer_on_meta_is_an_error_that_names_no_init(tmp_path):
-    made = make_hf(tmp_path, "std")
-    with torch.device("meta"):
-        model = book_model(made.shape, meta=False)
-    found = problems(lambda: load_into(model, made.path))
-    assert set(found) == {"meta_buffer"} and "no_init" in found["meta_buffer"].hint
-    model.cos, model.sin = book.compute_rope_params(8, made.shape.theta, made.shape.context)
-    load_into(model, made.path)
-    ids = tokens(made.shape)
-    assert (logits(model, ids) - oracle(made.path, ids)).abs().max() < 1e-5
 
 
 def test_dtype_retypes_parameters_and_the_books_cfg_but_no_tables(tmp_path):
@@ -269,83 +149,6 @@ def test_values_that_do_not_fit_are_an_error(tmp_path):
     load_into(book_model(made.shape, torch.bfloat16), made.path)
 
 
-class Rotary(nn.Module):
-    """Neighbouring pairs (2i, 2i + 1) turned by complex numbers, as Meta's code does."""
-
-    def __init__(self, dim, theta, context):
-        super().__init__()
-        angles = torch.outer(torch.arange(context).double(), theta ** (-torch.arange(0, dim, 2).double() / dim))
-        self.register_buffer("turn", torch.polar(torch.ones_like(angles), angles), persistent=False)
-        self.register_buffer("mask", torch.triu(torch.full((context, context), -math.inf), 1))
-
-    def forward(self, x):
-        pairs = torch.view_as_complex(x.double().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * self.turn[: x.shape[2]]).flatten(3).to(x.dtype)
-
-
-class Mine(nn.Module):
-    """A user's own Llama: own names, fused qkv, interleaved pairs, a persistent mask, no head of its own if tied."""
-
-    def __init__(self, s, *, head):
-        super().__init__()
-        self.s = s
-        self.words = nn.Embedding(s.vocab, s.hidden)
-        rows = (s.heads + 2 * s.kv_heads) * s.head_dim
-        self.layers_ = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "pre": nn.RMSNorm(s.hidden, eps=s.eps),
-                    "qkv": nn.Linear(s.hidden, rows, bias=False),
-                    "mix": nn.Linear(s.heads * s.head_dim, s.hidden, bias=False),
-                    "post": nn.RMSNorm(s.hidden, eps=s.eps),
-                    "gate": nn.Linear(s.hidden, s.ff, bias=False),
-                    "up": nn.Linear(s.hidden, s.ff, bias=False),
-                    "down": nn.Linear(s.ff, s.hidden, bias=False),
-                }
-            )
-            for _ in range(s.layers)
-        )
-        self.norm = nn.RMSNorm(s.hidden, eps=s.eps)
-        self.rotary = Rotary(s.head_dim, s.theta, s.context)
-        if head:
-            self.head = nn.Linear(s.hidden, s.vocab, bias=False)
-
-    def forward(self, ids):
-        s, x, n = self.s, self.words(ids), ids.shape[1]
-        for b in self.layers_:
-            heads = b["qkv"](b["pre"](x)).view(1, n, -1, s.head_dim).transpose(1, 2)
-            q, k, v = heads.split((s.heads, s.kv_heads, s.kv_heads), 1)
-            q, k = self.rotary(q), self.rotary(k)
-            k, v = (t.repeat_interleave(s.heads // s.kv_heads, 1) for t in (k, v))
-            scores = q @ k.transpose(2, 3) / s.head_dim**0.5 + self.rotary.mask[:n, :n].to(x.dtype)
-            x = x + b["mix"]((scores.softmax(-1) @ v).transpose(1, 2).reshape(1, n, -1))
-            y = b["post"](x)
-            x = x + b["down"](nn.functional.silu(b["gate"](y)) * b["up"](y))
-        x = self.norm(x)
-        return self.head(x) if hasattr(self, "head") else x @ self.words.weight.T
-
-
-NAMES = """
-extends = "llama"
-prefix = "layers_.{l}."
-convention = { rope = "interleaved" }
-[top]
-token_embd = "words.weight"
-output_norm = "norm.weight"
-output = "head.weight"
-[block]
-attn.norm = "pre.weight"
-attn.o = "mix.weight"
-mlp.norm = "post.weight"
-mlp.gate = "gate.weight"
-mlp.up = "up.weight"
-mlp.down = "down.weight"
-[[fused]]
-name = "qkv.weight"
-parts = ["attn.q", "attn.k", "attn.v"]
-"""
-
-
 def test_a_users_own_module(tmp_path, family):
     made, ids, wanted = family
     names = tmp_path / "mine.toml"
@@ -368,13 +171,6 @@ def test_a_users_own_module(tmp_path, family):
     names.write_text(NAMES.replace("interleaved", "half"))
     load_into(model, made.path, names=names)
     assert (logits(model, ids) - wanted).abs().max() > 0.1
-
-
-def test_a_module_without_a_head_takes_no_untied_checkpoint(tmp_path):
-    made = make_hf(tmp_path, "std")
-    (tmp_path / "mine.toml").write_text(NAMES)
-    found = problems(lambda: load_into(Mine(made.shape, head=False), made.path, names=tmp_path / "mine.toml"))
-    assert set(found) == {"unexpected_tensor"} and found["unexpected_tensor"].tensor == "lm_head.weight"
 
 
 def test_hugging_face_and_wrapped_modules(tmp_path, family):
@@ -415,17 +211,6 @@ def test_qk_layout_of_the_source(tmp_path):
     rows = made.hf["model.layers.0.self_attn.k_proj.weight"]
     half = rows.view(2, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
     assert torch.equal(model.trf_blocks[0].att.W_key.weight, half)
-
-
-def test_check_module_says_what_load_into_would(tmp_path):
-    made = make_hf(tmp_path, "std")
-    with convert.open_checkpoint(made.path) as ckpt:
-        assert check_module(ckpt, book_model(made.shape)) == []
-        found = check_module(ckpt, book_model(made.shape, hidden_dim=81))
-        assert {p.kind for p in found} == {"shape"} and len(found) == 3  # folded over the layers
-        assert [p.kind for p in check_module(ckpt, nn.Linear(3, 4))] == ["unknown_names"]
-        load_into(model := book_model(made.shape, torch.float32), ckpt)  # left open by both
-        assert torch.equal(model.tok_emb.weight, made.hf["model.embed_tokens.weight"])
 
 
 def test_options_that_do_not_fit(tmp_path):
@@ -498,14 +283,3 @@ def test_on_cuda(tmp_path, dtype):
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor.cpu(), on_cpu.state_dict()[name]), name
         assert logits(model, ids.cuda()).isfinite().all()
-
-
-def test_validate_with_a_module(tmp_path):
-    made = make_hf(tmp_path / "hf", "std")
-    assert convert.validate(made.path, model=book_model(made.shape)).ok
-    found = convert.validate(made.path, model=book_model(made.shape, hidden_dim=81))
-    assert not found.ok and {p.kind for p in found.problems} == {"shape"}
-    (tmp_path / "mine.toml").write_text(NAMES)
-    mine = Mine(made.shape, head=True)
-    assert convert.validate(made.path, model=mine, names=tmp_path / "mine.toml").ok
-    assert [p.kind for p in convert.validate(made.path, model=mine).problems] == ["unknown_names"]

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 
 from convert import ConvertError, UsageError, load_into, no_init, save_model  # noqa: E402
 from tests.fixtures import make_hf, make_meta, make_scratch, tokens  # noqa: E402
-from tests.test_modules import NAMES, Mine, book_model, logits, problems  # noqa: E402
+from tests.own_module import NAMES, Mine, book_model, logits, problems  # noqa: E402
 
 
 def filled(made, dtype=torch.float32, **changes):
