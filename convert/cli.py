@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "validate": ("validate", "command", "Whether every tensor is there, once, in the right shape."),
     "verify": ("verify", "command", "Run two checkpoints and compare their logits."),
     "metadata": ("metadata", "command", "Show and change the key-values of a GGUF file."),
+    "generate": ("generate", "command", "Continue a text with the weights, from any layout."),
     "tables": ("tables", "command", "Show, check and start mapping tables and names files."),
     "families": ("families", "command", "The model families that have a table."),
 }
