@@ -28,6 +28,11 @@ class EveryNth(Source):
         self.dtype = source.dtype
         self.align = head_dim
 
+    @property
+    def whole(self) -> bool:
+        """See :attr:`Source.whole`."""
+        return self.source.whole
+
     def read(self, start: int, stop: int) -> Array:
         """See :meth:`Source.read`; ``start`` and ``stop`` are multiples of ``head_dim``."""
         heads = range(start // self.head_dim, stop // self.head_dim)

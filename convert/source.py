@@ -198,6 +198,15 @@ def open_source(spec: TensorSpec, pool: FilePool) -> Source:
     return pool.source(spec)
 
 
+def read_rows(source: Source, start: int, stop: int) -> Array:
+    """Rows of a source, also where they are no whole multiples of its ``align``; then some more are read."""
+    low = start // source.align * source.align
+    high = min(-(-stop // source.align) * source.align, source.shape[0])
+    if (low, high) == (start, stop):
+        return source.read(start, stop)
+    return source.read(low, high)[start - low : stop - low]
+
+
 class Joined(Source):
     """Sources joined along axis 0 or 1 (Meta's model-parallel files)."""
 
@@ -237,7 +246,7 @@ class Joined(Source):
     def read(self, start: int, stop: int) -> Array:
         """See :meth:`Source.read`."""
         if self.axis == 0:
-            blocks = [part.read(a, b) for part, a, b in self._within(start, stop)]
+            blocks = [read_rows(part, a, b) for part, a, b in self._within(start, stop)]
             return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return np.concatenate([p.read(start, stop) for p in self.parts], axis=self.axis)
 
@@ -250,7 +259,7 @@ class Rows(Source):
         self.start = start
         self.shape = (stop - start, *source.shape[1:])
         self.dtype = source.dtype
-        self.align = source.align if start % source.align == 0 else math.lcm(source.align, stop - start)
+        self.align = source.align
 
     @property
     def whole(self) -> bool:
@@ -263,7 +272,7 @@ class Rows(Source):
 
     def read(self, start: int, stop: int) -> Array:
         """See :meth:`Source.read`."""
-        return self.source.read(self.start + start, self.start + stop)
+        return read_rows(self.source, self.start + start, self.start + stop)
 
 
 class RopePermuted(Source):
@@ -290,6 +299,11 @@ class RopePermuted(Source):
         self.shape = source.shape
         self.dtype = source.dtype
         self.align = math.lcm(source.align, head_dim)
+
+    @property
+    def whole(self) -> bool:
+        """See :attr:`Source.whole`."""
+        return self.source.whole
 
     def read(self, start: int, stop: int) -> Array:
         """See :meth:`Source.read`; ``start`` and ``stop`` are multiples of ``head_dim``."""
