@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,7 @@ def command(src: str, prompt: str, as_json: bool, quiet: bool, debug: bool, **op
         prompt = path.read_text(encoding="utf-8")
     speak = not (quiet or as_json)
     chosen = {key: value for key, value in options.items() if value is not None}
-    steps: Callable[[str], None] | None = (lambda s: click.echo(f"… {s}", err=True)) if speak else None
-    made = generate(src, prompt, on_step=steps, **chosen)
+    made = generate(src, prompt, on_step=_say if speak else None, **chosen)
     if as_json:
         for _ in made:
             pass
@@ -83,3 +81,7 @@ def command(src: str, prompt: str, as_json: bool, quiet: bool, debug: bool, **op
         ]
         click.echo(f"… {len(made.ids)} tokens, {rate:.1f} a second on {made.device}; stopped by {why}", err=True)
     return 0
+
+
+def _say(step: str) -> None:
+    click.echo(f"… {step}", err=True)
