@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,24 @@ from torch import nn
 from convert import config as configs
 from convert import shapes
 from convert.checkpoint import Checkpoint, Options
+from convert.conversion import convert_checkpoint
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import TensorSpec
 from convert.layout import Dims, expand
 from convert.locate import CONFIG_NAMES
 from convert.module_tensors import FLOATS, TYPES, Home, TensorSource, config_of, homes, hub_config, with_layout
 from convert.module_tensors import torch_dtype as known_dtype
-from convert.plan import Request, make_plan
 from convert.record import SCHEMA
 from convert.report import fold_names, fold_problems
-from convert.run import Summary, run
+from convert.run import Summary
 from convert.source import FilePool, Source
 from convert.table import MappingTable
 
 #: Stands for a path where a conversion has files.
 IN_MEMORY = Path("<module>")
 
-_REQUEST_FIELDS = frozenset(f.name for f in fields(Request)) - {"target", "dtype", "tokenizer"}
+#: Options of :func:`convert.convert_checkpoint` that a module has no use for.
+_NOT_HERE = frozenset({"size", "key", "qk_layout", "context", "source_layout", "tokenizer_path"})
 
 
 class MemoryPool(FilePool):
@@ -83,13 +83,13 @@ def save_model(
         module_layout: Layout of the module's names, where it shall not be detected.
         family: Its family, where names and config do not tell.
         dtype: Type to write; without it each tensor keeps its own.
-        tokenizer: A folder whose tokenizer files go with the weights.
+        tokenizer: A folder whose tokenizer files and generation settings go with the weights, or a tokenizer file.
         overwrite: Replace an existing output.
         threads: How many pieces are written at once.
         progress: Called with the number of bytes written since the last call, from any thread.
         cancel: Set it to stop; the partial output is removed.
-        **options: Further fields of :class:`convert.plan.Request`: ``format``, ``max_shard_size``, ``model_parallel``,
-            ``book_class``, ``allow_reference``, ``tie``, ``clamp`` ….
+        **options: Of the target, as for :func:`convert.convert_checkpoint`: ``format``, ``max_shard_size``,
+            ``model_parallel``, ``book_class``, ``allow_reference``, ``tie``, ``clamp``; for GGUF ``type`` ….
 
     Returns:
         What was written.
@@ -98,29 +98,35 @@ def save_model(
         UsageError: There is no config, or an option does not fit.
         ConvertError: Module and config do not agree, or the layout cannot hold the model. Nothing is left behind.
     """
-    unknown = sorted(set(options) - _REQUEST_FIELDS)
+    unknown = sorted(set(options) & _NOT_HERE)
     if unknown:
-        raise UsageError(
-            f"save_model has no option {unknown[0]!r}.", hint=f"Known: {', '.join(sorted(_REQUEST_FIELDS))}."
-        )
+        raise UsageError(f"save_model has no option {unknown[0]!r}, which is about files that are read.")
     wanted = known_dtype(dtype)
+    beside = None if tokenizer is None else Path(tokenizer)
     opened = as_checkpoint(
         model,
         config=config,
         names=names,
         layout=module_layout,
         family=family,
-        folder=None if tokenizer is None else Path(tokenizer),
+        folder=beside if beside is not None and beside.is_dir() else None,
+        title=Path(out).stem,
         tie=options.get("tie"),
     )
-    request = Request(
-        target=layout,
+    return convert_checkpoint(
+        opened,
+        out,
+        to=layout,
         dtype=None if wanted is None else TYPES[wanted],
-        tokenizer=tokenizer is not None,
-        **{k: v for k, v in options.items() if v is not None},
+        names=names if layout == "scratch" else None,
+        tokenizer=beside is not None,
+        tokenizer_path=beside,
+        overwrite=overwrite,
+        threads=threads,
+        progress=progress,
+        cancel=cancel,
+        **options,
     )
-    plan = make_plan(opened, request, table=opened.table if names is not None and layout == "scratch" else None)
-    return run(plan, Path(out), threads=threads, overwrite=overwrite, progress=progress, cancel=cancel)
 
 
 def as_checkpoint(
@@ -131,6 +137,7 @@ def as_checkpoint(
     layout: str | None = None,
     family: str | None = None,
     folder: Path | None = None,
+    title: str = "model",
     tie: str | None = None,
 ) -> Checkpoint:
     """A module as an opened checkpoint: its parameters are the tensors, read from memory when they are asked for.
@@ -142,6 +149,7 @@ def as_checkpoint(
         layout: Layout of its names.
         family: Its family.
         folder: Where files beside it (a tokenizer) lie.
+        title: What it is called, where a file would be called after its folder.
         tie: As in :class:`convert.checkpoint.Options`.
 
     Raises:
@@ -165,7 +173,7 @@ def as_checkpoint(
     _check(chosen)
     offsets = {id(home): number for number, home in enumerate(chosen.values())}
     return Checkpoint(
-        path=IN_MEMORY,
+        path=Path(title) / IN_MEMORY,
         format="module",
         layout=found,
         table=table,

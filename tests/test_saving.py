@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 
 from convert import ConvertError, UsageError, load_into, no_init, save_model  # noqa: E402
 from tests.fixtures import make_hf, make_meta, make_scratch, tokens  # noqa: E402
+from tests.fixtures.ggml import gguf_state  # noqa: E402
 from tests.own_module import NAMES, Mine, book_model, logits, problems  # noqa: E402
 
 
@@ -111,6 +112,22 @@ def test_a_hugging_face_module_with_its_own_config_and_tokenizer(tmp_path):
         save_model(scratch, made.path, layout="hf", tokenizer=made.path, overwrite=True)
 
 
+def test_gguf_as_the_gguf_package_reads_it(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    made = make_hf(tmp_path / "hf", "gqa8", tokenizer=True)
+    model = book_model(made.shape, torch.float32)
+    load_into(model, made.path)
+    save_model(model, tmp_path / "mine.gguf", layout="gguf", type="f32", tokenizer=made.path)
+    reader = gguf.GGUFReader(tmp_path / "mine.gguf")
+    assert reader.fields["general.name"].contents() == "mine"
+    assert len(reader.fields["tokenizer.ggml.tokens"].contents()) == made.shape.vocab
+    found = {t.name: torch.from_numpy(t.data.copy()).reshape(tuple(t.shape.tolist())[::-1]) for t in reader.tensors}
+    same(found, gguf_state(made.hf, made.shape))
+    again = book_model(made.shape, torch.float32)
+    load_into(again, tmp_path / "mine.gguf")
+    same(again.state_dict(), model.state_dict())
+
+
 def test_strides_and_equal_but_separate_heads(tmp_path):
     made = make_scratch(tmp_path / "s", "tied")
     model = filled(made)
@@ -173,7 +190,13 @@ def test_what_cannot_be_saved(tmp_path):
     whole = filled(made)
     whole.tok_emb.weight = nn.Parameter(torch.ones(96, 48, dtype=torch.int8), requires_grad=False)
     assert "dtype" in problems(lambda: save_model(whole, out, layout="hf"))
-    for wrong in ({"colour": 1}, {"config": {"a": 1}}, {"config": tmp_path / "nothing"}, {"dtype": "int8"}):
+    for wrong in (
+        {"colour": 1},
+        {"size": "llama3-8b"},
+        {"config": {"a": 1}},
+        {"config": tmp_path / "nothing"},
+        {"dtype": "int8"},
+    ):
         with pytest.raises(UsageError):
             save_model(filled(made), out, layout="hf", **wrong)
     del model.cfg
