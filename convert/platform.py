@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 
-#: Calls that are treated as absent (``pread``, ``pwrite``, ``copy_file_range``, ``sendfile``).
+#: Calls that are treated as absent (``pread``, ``pwrite``, ``copy_file_range``).
 DISABLED: set[str] = set()
 
 _COPY_BYTES = 8 << 20
@@ -74,10 +74,11 @@ def copy_range(source: int, target: int, start: int, to: int, count: int) -> int
         try:
             while done < count:
                 moved = os.copy_file_range(source, target, count - done, start + done, to + done)
-                if moved == 0:
-                    return done
+                if moved == 0:  # the end of the file; some network filesystems say so without being there
+                    break
                 done += moved
-            return done
+            if done == count:
+                return done
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
