@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
-from convert.detect import detect, known
+from convert.detect import detect, known, stated_family
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import record_of
@@ -180,6 +180,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
         tensors = _strip(tensors, notes)
     raw, config_layout = find_config(found, containers, chosen, wrapped)
     record = (record_of(containers[0].metadata) if found.format == "gguf" else {}) or _record(found)
+    record = {k: v for k, v in record.items() if k not in ("source", "target", "config") or isinstance(v, dict)}
     table = _names_table(chosen, record, notes)
     if table is not None and chosen.family and chosen.family != table.family:
         raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
@@ -188,7 +189,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
         tensors,
         raw or None,
         format=found.format,
-        family=chosen.family or ((raw or {}).get("family") if config_layout == "scratch" else None),
+        family=chosen.family or (stated_family(raw) if config_layout == "scratch" else None),
         layout=chosen.layout or ("scratch" if table is not None and table.names_file else None),
         table=table,
     )

@@ -106,6 +106,20 @@ def detect(
     return ranked[0][2], ranked[0][3]
 
 
+def stated_family(config: Mapping[str, Any] | None) -> str | None:
+    """The family that a from-scratch config names.
+
+    Raises:
+        ConvertError: No table describes it.
+    """
+    stated = (config or {}).get("family")
+    if stated is None:
+        return None
+    if stated not in families():
+        raise _unknown(f"of the family {stated!r}", [])
+    return str(stated)
+
+
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
     value = (config or {}).get("model_type")
     return str(value) if value else None

@@ -30,6 +30,22 @@ def _stop(message: str, *, found: Any = None, wanted: Any = None, hint: str | No
     return ConvertError(Problem("rope", message, found=found, wanted=wanted, hint=hint))
 
 
+def _base(value: Any, default: float) -> float:
+    """A stated base, or the default where none is."""
+    if value is None:
+        return float(default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise _stop(f"rope_theta is {value!r}, which is no number.", found=value)
+    return float(value) or float(default)
+
+
+def _settings(value: Any, key: str) -> Mapping[str, Any]:
+    """A dict of RoPE settings, empty where none are stated."""
+    if value is not None and not isinstance(value, Mapping):
+        raise _stop(f"{key} is {value!r}, which is no set of RoPE settings.", found=value)
+    return value or {}
+
+
 def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = None) -> Rope:
     """One dict of RoPE parameters, checked.
 
@@ -42,14 +58,14 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
         ConvertError: The type is unknown, or a field is missing or no number.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
-    if kind not in FIELDS:
+    if not isinstance(kind, str) or kind not in FIELDS:
         raise _stop(
             f"the RoPE type {kind!r} is not supported, and dropping it would change the model.",
             found=kind,
             wanted=sorted(FIELDS),
             hint=f"Supported types: {', '.join(sorted(FIELDS))}.",
         )
-    out: Rope = {"rope_type": kind, "rope_theta": float(parameters.get("rope_theta") or theta)}
+    out: Rope = {"rope_type": kind, "rope_theta": _base(parameters.get("rope_theta"), theta)}
     for field in FIELDS[kind]:
         value = parameters.get(field)
         if value is None and field == "original_max_position_embeddings":
@@ -75,18 +91,19 @@ def from_hf(config: Mapping[str, Any], default_theta: float) -> Rope:
     """
     context = config.get("max_position_embeddings")
     old_theta, old_scaling = config.get("rope_theta"), config.get("rope_scaling")
+    theta, scaling = _base(old_theta, default_theta), _settings(old_scaling, "rope_scaling")
     new = config.get("rope_parameters")
     if new is None:
-        return clean(old_scaling or {}, float(old_theta or default_theta), context=context)
+        return clean(scaling, theta, context=context)
     if not isinstance(new, Mapping) or any(isinstance(v, Mapping) for v in new.values()):
         raise _stop("rope_parameters is nested by layer type, which this family does not have.", found=new)
-    rope = clean(new, float(old_theta or default_theta), context=context)
-    if old_theta is not None and float(old_theta) != rope["rope_theta"]:
+    rope = clean(new, theta, context=context)
+    if old_theta is not None and theta != rope["rope_theta"]:
         raise _disagree("rope_theta", old_theta, rope["rope_theta"])
     if old_scaling is not None:
-        old = clean(old_scaling, rope["rope_theta"], context=context)
+        old = clean(scaling, rope["rope_theta"], context=context)
         if old != rope:
-            raise _disagree("rope_scaling", dict(old_scaling), dict(new))
+            raise _disagree("rope_scaling", dict(scaling), dict(new))
     return rope
 
 
@@ -116,13 +133,17 @@ def meta_factor(dim: int) -> float:
 
 def from_meta(params: Mapping[str, Any], default_theta: float, recorded: Rope | None = None) -> Rope:
     """From params.json. ``recorded`` are the exact numbers that an earlier conversion kept beside it."""
-    theta = float(params.get("rope_theta") or default_theta)
+    theta = _base(params.get("rope_theta"), default_theta)
+    kept = _settings(recorded, "rope_parameters of the record")
     flag = bool(params.get("use_scaled_rope"))
-    if recorded is not None and recorded["rope_theta"] == theta and (recorded["rope_type"] == "llama3") == flag:
-        return clean(recorded, theta)
+    if kept.get("rope_theta") == theta and (kept.get("rope_type") == "llama3") == flag:
+        return clean(kept, theta)
     if not flag:
         return clean({}, theta)
-    return clean({"rope_type": "llama3", "factor": meta_factor(int(params["dim"])), **META_SCALING}, theta)
+    dim = params.get("dim")
+    if not isinstance(dim, (int, float)):
+        raise _stop(f"use_scaled_rope needs the model's dim, which is {dim!r}.", found=dim, wanted="dim")
+    return clean({"rope_type": "llama3", "factor": meta_factor(int(dim)), **META_SCALING}, theta)
 
 
 def to_meta(rope: Rope, dim: int) -> dict[str, Any]:
@@ -149,8 +170,8 @@ def to_meta(rope: Rope, dim: int) -> dict[str, Any]:
 
 def from_scratch(config: Mapping[str, Any], default_theta: float) -> Rope:
     """From the book's dict: ``rope_base`` and ``rope_freq`` (None, or llama3 factors)."""
-    theta = float(config.get("rope_base") or default_theta)
-    freq = config.get("rope_freq") or config.get("rope_scaling")
+    theta = _base(config.get("rope_base"), default_theta)
+    freq = _settings(config.get("rope_freq") or config.get("rope_scaling"), "rope_freq")
     if not freq:
         return clean({}, theta)
     kind = freq.get("rope_type", "llama3")
