@@ -95,7 +95,7 @@ def fit(
     strict: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Fit:
-    """Pair the tensors of a checkpoint with those of a module; reads no weights.
+    """Pair the tensors of a checkpoint with those of a module; reads no weights, but a head that the module lacks.
 
     Args:
         ckpt: The opened checkpoint.
@@ -173,7 +173,7 @@ def _without_place(out: Fit, slot: Slot, strict: bool, *, headless: bool) -> Non
     """A tensor that the module does not have; a module that computes its logits with the embedding needs no head."""
     matched = out.checkpoint.match
     stored = [matched.specs[k][0].name for k in slot.keys if k in matched.specs]
-    if headless and matched.tied(sampled=True):
+    if headless and matched.tied(sampled=False):
         return
     if not stored:
         return

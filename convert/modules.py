@@ -148,7 +148,7 @@ def check_module(
 ) -> list[Problem]:
     """Why :func:`load_into` would refuse this pair, beyond what is wrong with the checkpoint (``ckpt.match.problems``).
 
-    Reads no weights, except head and embedding where the module has them tied.
+    Reads no weights, except head and embedding where the module has them tied or has no head.
 
     Args:
         ckpt: The opened checkpoint.

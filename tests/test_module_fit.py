@@ -136,3 +136,28 @@ def test_validate_with_a_module(tmp_path):
     mine = Mine(made.shape, head=True)
     assert convert.validate(made.path, model=mine, names=tmp_path / "mine.toml").ok
     assert [p.kind for p in convert.validate(made.path, model=mine).problems] == ["unknown_names"]
+
+
+def test_masks_and_tables_that_a_class_keeps_in_its_state_dict(tmp_path):
+    """As the book's Llama 2 and GPT-2 do: they keep their values, and are not written."""
+    made = make_hf(tmp_path / "hf", "mha")
+    model = book_model(made.shape, torch.float32)
+    cos, sin = book.compute_rope_params(8, made.shape.theta, 32)
+    for block in model.trf_blocks:
+        block.att.register_buffer("mask", torch.triu(torch.ones(32, 32), diagonal=1))
+        block.att.register_buffer("cos", cos)
+        block.att.register_buffer("sin", sin)
+    before = model.trf_blocks[1].att.mask.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = load_into(model, made.path)
+    assert (report.missing_keys, report.unexpected_keys) == ([], [])
+    assert torch.equal(model.trf_blocks[1].att.mask, before) and torch.equal(model.trf_blocks[0].att.cos, cos)
+    done = convert.save_model(model, tmp_path / "out", layout="scratch")
+    assert any("trf_blocks.{0-1}.att.mask" in note for note in done.notes)
+    with convert.open_checkpoint(tmp_path / "out") as written:
+        assert not any(name.endswith(("mask", "cos", "sin")) for name in written.tensors)
+    # a state dict that torch saved holds them, and they are ignored by name
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    report = load_into(book_model(made.shape, torch.float32), tmp_path / "model.pth")
+    assert len(report.ignored_keys) == 6
