@@ -71,8 +71,7 @@ def command(src: str, prompt: str, as_json: bool, quiet: bool, debug: bool, **op
         click.echo(json.dumps(made.as_json(), indent=2, ensure_ascii=False))
         return 0
     for piece in made:
-        click.echo(piece, nl=False)
-        click.get_text_stream("stdout").flush()
+        click.echo(piece, nl=False)  # which flushes
     click.echo()
     if speak:
         rate = len(made.ids) / made.seconds if made.seconds else 0.0
