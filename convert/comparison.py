@@ -10,7 +10,8 @@ from convert.checkpoint import open_checkpoint
 from convert.errors import Problem, UsageError
 from convert.names import load_names
 from convert.report import fold_names, fold_problems
-from convert.table import MappingTable, load_toml, read_table
+from convert.table import MappingTable, read_table
+from convert.table_files import load_toml
 
 SCHEMA = "convert.tables-check/1"
 

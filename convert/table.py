@@ -7,7 +7,6 @@ It expands nothing (:mod:`convert.layout` does) and reads no checkpoint.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any
 from convert.errors import TableError, UsageError
 from convert.expr import Expr
 from convert.resources import mappings_dir
+from convert.table_files import load_toml, resolve
 from convert.table_types import check_types
 
 LAYOUTS = ("hf", "meta", "scratch", "gguf")
@@ -29,25 +29,7 @@ CONVENTIONS = {
 #: :mod:`convert.rope` brings into one form.
 COMMON_NAMES = frozenset({"l", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
 
-_TOP_KEYS = frozenset(
-    {
-        "family",
-        "title",
-        "model_types",
-        "architectures",
-        "gguf_arch",
-        "reference",
-        "layouts",
-        "extends",
-        "dims",
-        "config",
-    }
-    | {"defaults", "presence", "prefix", "convention", "top", "block", "fused", "ignore", "refuse", "classes", "sizes"}
-    | {"template"}
-)
 _ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", "parallel", *LAYOUTS})
-_LISTS = ("fused", "ignore", "refuse")
-_MAX_EXTENDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,58 +173,6 @@ def load_table(family: str) -> MappingTable:
 def read_table(path: Path) -> MappingTable:
     """Read and check one table file (``extends`` is looked up beside it, then among ours)."""
     return build(resolve(path), path.name)
-
-
-def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
-    """The raw table with what it extends merged in.
-
-    Raises:
-        TableError: Bad TOML, an unknown top-level key, or more than two levels of ``extends``.
-    """
-    raw = load_toml(path)
-    unknown = sorted(set(raw) - _TOP_KEYS)
-    if unknown:
-        raise TableError(f"{path.name}: unknown key {unknown[0]!r}.", hint=f"Known: {', '.join(sorted(_TOP_KEYS))}.")
-    check_types(raw, path.name)
-    base = raw.pop("extends", None)
-    if base is None:
-        return raw
-    if _depth == _MAX_EXTENDS:
-        raise TableError(f"{path.name}: tables may extend at most {_MAX_EXTENDS} levels deep.")
-    beside = path.with_name(f"{base}.toml")
-    parent = beside if beside.is_file() else mappings_dir() / f"{base}.toml"
-    if not parent.is_file():
-        raise TableError(f"{path.name}: extends {base!r}, but there is no {base}.toml.")
-    return merge(resolve(parent, _depth=_depth + 1), raw)
-
-
-def load_toml(path: Path) -> dict[str, Any]:
-    """One file as it is.
-
-    Raises:
-        TableError: It cannot be read, or is no TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TableError(f"{path.name}: not valid TOML: {error}.") from None
-    except OSError as error:
-        raise TableError(f"{path}: cannot be read: {error.strerror}.") from None
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep merge; the lists of ``[[fused]]``, ``[[ignore]]`` and ``[[refuse]]`` add up; ``false`` removes."""
-    out = dict(base)
-    for key, value in over.items():
-        if value is False and isinstance(out.get(key), dict):
-            del out[key]
-        elif isinstance(value, dict) and isinstance(out.get(key), dict):
-            out[key] = merge(out[key], value)
-        elif isinstance(value, list) and key in _LISTS:
-            out[key] = [*out.get(key, []), *value]
-        else:
-            out[key] = value
-    return out
 
 
 def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None) -> MappingTable:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from convert.errors import TableError, UsageError
-from convert.table import Ignore, families, load_table, merge, read_table, resolve
+from convert.table import Ignore, families, load_table, read_table
+from convert.table_files import merge, resolve
 
 HEAD = 'family = "mine"\nextends = "llama"\n'
 
@@ -107,6 +108,12 @@ def test_extends_itself_ends(tmp_path):
 def test_extends_nothing(tmp_path):
     with pytest.raises(TableError, match=r"nowhere\.toml"):
         read(tmp_path, 'family = "mine"\nextends = "nowhere"\n')
+
+
+@pytest.mark.parametrize("base", ["../llama", "a/b", "/etc/x", "..", ""])
+def test_extends_is_a_plain_name(tmp_path, base):
+    with pytest.raises(TableError, match=r"mine\.toml"):
+        read(tmp_path, f'family = "mine"\nextends = "{base}"\n')
 
 
 def test_not_utf8_and_not_there(tmp_path):
