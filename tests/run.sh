@@ -31,11 +31,14 @@ NOTE
     finish_env "$env"
 fi
 
+# Every check runs, whatever the others say; the exit code is that of the last one that failed.
+code=0
 run() {
     echo "+ $*"
-    "$env/bin/python" -m "$@"
+    "$env/bin/python" -m "$@" || code=$?
 }
 run ruff check .
 run ruff format --check .
 run mypy
 run pytest "$@"
+exit "$code"
