@@ -122,7 +122,7 @@ def test_a_missing_package_and_a_time_out(tmp_path, monkeypatch):
     assert not llama_cpp.available()
     started = []
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: started.append(a))
-    with pytest.raises(ConvertError, match="llama.cpp is not installed"):
+    with pytest.raises(ConvertError, match=r"llama\.cpp is not installed"):
         logprobs(made.path, prompts(made, (5,)))
     assert not started
 
