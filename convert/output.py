@@ -6,13 +6,14 @@ half-written is left under the target's name. What is written into it is :mod:`c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 
 from convert.errors import ConvertError, Problem, UsageError
 from convert.plan import ConversionPlan
-from convert.platform import sync_folder
+from convert.platform import lock_file, sync_folder
 
 
 def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool, force: bool = False) -> None:
@@ -26,9 +27,13 @@ def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool, force: boo
         _check_files(plan, out, overwrite=overwrite)
     else:
         _check_folder(plan, out, overwrite=overwrite)
-    parent = out.absolute().parent
+    parent = landing(out, single=plan.single_file).parent
     while not parent.exists():
         parent = parent.parent
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is a file, so {out} cannot be made.", hint="Choose another output.")
+    if not os.access(parent, os.W_OK):
+        raise UsageError(f"{parent} may not be written, so {out} cannot be made.", hint="Choose another output.")
     free = shutil.disk_usage(parent).free
     if free < plan.nbytes and not force:
         raise ConvertError(
@@ -48,10 +53,14 @@ def _check_folder(plan: ConversionPlan, out: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{out} is the source itself.", hint="Choose another output.")
     if any(s.is_dir() is False and out.resolve() == s.resolve().parent and out.exists() for s in plan.source.files):
         raise UsageError(f"{out} holds the source.", hint="Choose another output.")
-    occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; this layout is a folder.", hint="Choose another output.")
+    if out.exists() and _same(out, Path.cwd()):
+        raise UsageError(f"{out} is the current folder.", hint="Name a folder that shall be made.")
+    occupied = out.is_dir() and any(out.iterdir())
     if occupied and not overwrite:
         raise UsageError(f"{out} exists already.", hint="--overwrite replaces it.")
-    if occupied and out.is_dir():
+    if occupied:
         _refuse_foreign(plan, out)
 
 
@@ -91,42 +100,112 @@ def _refuse_foreign(plan: ConversionPlan, out: Path) -> None:
         )
 
 
-def claim(out: Path) -> Path:
-    """Make the partial folder; its existence keeps a second run to the same target out."""
-    partial = out.with_name(out.name + ".partial")
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    lock = partial / ".lock"
-    if partial.exists():
-        if _alive(lock):
+def landing(out: Path, *, single: bool) -> Path:
+    """Where ``out`` really is: a folder reached through a link is replaced there, and the link stays."""
+    return out.resolve() if out.is_symlink() and not single else Path(os.path.abspath(out))
+
+
+class Claim:
+    """The right to write one output: a partial folder beside it, locked while this run lasts.
+
+    The lock is the system's own, so that it ends with its process however that ends; the remains of a killed run are
+    cleared away.
+
+    Args:
+        out: The output.
+        single: Whether it is a file or files beside each other, not a folder.
+
+    Attributes:
+        folder: The partial folder.
+
+    Raises:
+        ConvertError: Another run is writing the same output.
+    """
+
+    def __init__(self, out: Path, *, single: bool) -> None:
+        self.out = landing(out, single=single)
+        self.single = single
+        self.folder = self.out.with_name(self.out.name + ".partial")
+        missing = [p for p in self.out.parents if not p.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._made = missing
+        self._lock = self.folder / ".lock"
+        self._fd = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+        if not lock_file(self._fd) or not _same_file(self._fd, self._lock):
+            os.close(self._fd)
             raise ConvertError(
                 Problem(
                     "busy",
                     f"another conversion is writing {out}.",
-                    file=str(partial),
+                    file=str(self.folder),
                     hint="Wait for it, or choose another output.",
                 )
             )
-        remove(partial)
-    try:
-        partial.mkdir()
-    except FileExistsError:
-        raise ConvertError(Problem("busy", f"another conversion is writing {out}.", file=str(partial))) from None
-    lock.write_text(str(os.getpid()))
-    return partial
+        for path in self.folder.iterdir():
+            if path != self._lock:
+                remove(path)
+
+    def abandon(self) -> None:
+        """Leave nothing behind, neither the partial folder nor folders that were made to hold it."""
+        self._release()
+        remove(self.folder)
+        for parent in self._made:
+            with contextlib.suppress(OSError):  # something else may be in it by now
+                parent.rmdir()
+
+    def _release(self) -> None:
+        with contextlib.suppress(OSError):
+            self._lock.unlink()
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+    def commit(self) -> None:
+        """Give the complete output its name (or move its files beside each other), durably."""
+        self._release()
+        sync_folder(self.folder)
+        if self.single:
+            self._move_files()
+        elif self.out.exists():
+            self._replace_folder()
+        else:
+            os.replace(self.folder, self.out)
+        sync_folder(self.out.parent)
+
+    def _move_files(self) -> None:
+        # Weights come last, the piece that a loader opens last of all.
+        weights = sorted((p for p in self.folder.iterdir() if p.suffix == ".gguf"), reverse=True)
+        for path in [*(p for p in self.folder.iterdir() if p not in weights), *weights]:
+            os.replace(path, self.out.with_name(path.name))
+        self.folder.rmdir()
+
+    def _replace_folder(self) -> None:
+        old = self.out.with_name(self.out.name + ".replaced")
+        remove(old)
+        os.replace(self.out, old)
+        try:
+            os.replace(self.folder, self.out)
+        except BaseException:
+            if not self.out.exists():
+                os.replace(old, self.out)
+            raise
+        remove(old)
 
 
-def _alive(lock: Path) -> bool:
+def _same_file(fd: int, path: Path) -> bool:
+    """Whether the open file still has this name (the run that held it may just have ended)."""
     try:
-        pid = int(lock.read_text())
-        os.kill(pid, 0)
-    except (OSError, ValueError):
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
         return False
-    return pid != os.getpid()
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, whatever is in it; quietly."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete a folder with whatever is in it, or a file; quietly."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def write_sidecar(folder: Path, name: str, value: bytes | Path) -> None:
@@ -141,24 +220,3 @@ def write_sidecar(folder: Path, name: str, value: bytes | Path) -> None:
                 shutil.copyfileobj(source, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def commit(partial: Path, out: Path, *, single: bool) -> None:
-    """Give a complete partial folder its name (or move its files beside each other), durably."""
-    (partial / ".lock").unlink(missing_ok=True)
-    sync_folder(partial)
-    if single:
-        # Weights come last, the piece that a loader opens last of all.
-        weights = sorted((p for p in partial.iterdir() if p.suffix == ".gguf"), reverse=True)
-        for path in [*(p for p in partial.iterdir() if p not in weights), *weights]:
-            os.replace(path, out.with_name(path.name))
-        partial.rmdir()
-    elif out.exists():
-        old = out.with_name(out.name + ".replaced")
-        remove(old)
-        os.replace(out, old)
-        os.replace(partial, out)
-        remove(old)
-    else:
-        os.replace(partial, out)
-    sync_folder(out.absolute().parent)

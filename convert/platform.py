@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 
-#: Calls that are treated as absent (``pread``, ``pwrite``, ``copy_file_range``).
+#: Calls that are treated as absent (``pread``, ``pwrite``, ``copy_file_range``, ``flock``).
 DISABLED: set[str] = set()
 
 _COPY_BYTES = 8 << 20
@@ -113,6 +113,26 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
     mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BYTES)
+
+
+def lock_file(fd: int) -> bool:
+    """Lock an open file for as long as it is open; whether nobody else holds it.
+
+    Where there are no such locks (Windows, some network filesystems) the answer is yes.
+    """
+    if "flock" in DISABLED:
+        return True
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:

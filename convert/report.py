@@ -19,9 +19,9 @@ def fold_names(names: Iterable[str]) -> list[str]:
         groups.setdefault((head, tail), []).append(-1 if number is None else number)
     out = []
     for (head, tail), numbers in groups.items():
-        if numbers == [-1]:
+        if set(numbers) == {-1}:
             out.append(head)
-        elif len(numbers) == 1:
+        elif len(set(numbers)) == 1:
             out.append(f"{head}{numbers[0]}{tail}")
         else:
             out.append(f"{head}{{{ranges(numbers)}}}{tail}")

@@ -22,7 +22,7 @@ from convert.cast import CastLoss
 from convert.dtypes import DTYPES
 from convert.errors import ConvertError, Problem
 from convert.formats.crc import crc32_combine
-from convert.output import check_target, claim, commit, remove, write_sidecar
+from convert.output import Claim, check_target, write_sidecar
 from convert.plan import ConversionPlan, Output, Target, piece_rows
 from convert.platform import copy_range, keep_freed_memory, write_at
 from convert.source import Source
@@ -116,21 +116,20 @@ def run(
     check_target(plan, out, overwrite=overwrite, force=force)
     keep_freed_memory()
     started = time.perf_counter()
-    partial = claim(out)
-    writer = _Writer(plan, partial, progress or (lambda _: None), cancel or threading.Event())
+    claim = Claim(out, single=plan.single_file)
+    writer = _Writer(plan, claim.folder, progress or (lambda _: None), cancel or threading.Event())
     try:
         writer.write(threads)
+        loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
         for name, value in plan.sidecars.items():
-            write_sidecar(partial, name, value)
+            write_sidecar(claim.folder, name, value)
         checked = writer.check()
-        commit(partial, out, single=plan.single_file)
+        writer.close()
+        claim.commit()
     except BaseException:
         writer.close()
-        remove(partial)
+        claim.abandon()
         raise
-    finally:
-        writer.close()
-    loss = sum(c.loss.underflowed for c in writer.casts)
     notes = list(plan.notes)
     if loss:
         notes.append(f"{loss:,} non-zero values became zero in the narrower type")
@@ -154,8 +153,11 @@ class _Writer:
         self.folder = folder
         self.progress = progress
         self.cancel = cancel
+        self.failed = threading.Event()
         self.fds: list[int] = []
         self.casts = list(_casts(plan))
+        for cast in self.casts:  # a plan may be carried out more than once
+            cast.loss = CastLoss()
         self._crcs: list[dict[str, list[tuple[int, int, int]]]] = [{} for _ in plan.files]
         self._lock = threading.Lock()
 
@@ -197,7 +199,7 @@ class _Writer:
             for future in done:
                 future.result()
         except BaseException:
-            self.cancel.set()
+            self.failed.set()
             raise
         if self.cancel.is_set():
             raise Cancelled
@@ -205,11 +207,16 @@ class _Writer:
     def _pieces(self) -> Iterator[tuple[Output, int, int]]:
         for output in self.plan.outputs:
             rows = output.source.shape[0]
-            step = piece_rows(output.source)
-            if self._kernel(output, 0, min(1, rows)):
-                step = max(1, COPY_BYTES // max(1, output.source.row_bytes))
-            for start in range(0, rows, step):
-                yield output, start, min(start + step, rows)
+            small = max(1, piece_rows(output.source))
+            large = max(small, COPY_BYTES // max(1, output.source.row_bytes)) // small * small
+            start = 0
+            while start < rows:
+                stop = min(start + large, rows)
+                # What has to pass through this process, be it where two files of a joined tensor meet, comes in small.
+                if not self._kernel(output, start, stop):
+                    stop = min(start + small, rows)
+                yield output, start, stop
+                start = stop
 
     def _kernel(self, output: Output, start: int, stop: int) -> bool:
         """Whether these rows can move without passing through this process."""
@@ -218,7 +225,7 @@ class _Writer:
         return plain and not crc and output.source.extent(start, stop) is not None
 
     def _guarded(self, output: Output, start: int, stop: int) -> None:
-        if self.cancel.is_set():
+        if self.cancel.is_set() or self.failed.is_set():
             return
         self._write_piece(output, start, stop)
 
@@ -261,9 +268,11 @@ class _Writer:
 
     def _stop_on_overflow(self) -> None:
         problems = []
+        seen: set[int] = set()  # the ranks of one tensor share its casts
         for output in self.plan.outputs:
             for cast in casts_within(output.source):
-                if cast.loss.overflowed:
+                if cast.loss.overflowed and id(cast) not in seen:
+                    seen.add(id(cast))
                     name = output.targets[0].name
                     problems.append(
                         Problem(

@@ -1,0 +1,275 @@
+"""Where output may go, what stands in its way, and what is left when a run fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import convert
+from convert import output, platform
+from convert.errors import ConvertError, UsageError
+from convert.output import Claim, check_target
+from convert.run import run
+from tests.fixtures import make_hf, make_scratch
+
+
+@pytest.fixture
+def made(tmp_path):
+    return make_hf(tmp_path / "source", "gqa8")
+
+
+@pytest.fixture
+def plan(made):
+    found = convert.plan_conversion(made.path, "scratch")
+    yield found
+    found.source.close()
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+FINISHED = {"model.safetensors", "scratch_config.json", "conversion.json"}
+
+
+def test_an_existing_output_is_kept(plan, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="exists already") as caught:
+        run(plan, out)
+    assert "--overwrite" in str(caught.value) and caught.value.exit_code == 2
+    assert (out / "model.safetensors").read_bytes() == b"mine"
+
+
+def test_overwrite_replaces_a_checkpoint_as_a_whole(plan, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in (
+        "model.safetensors",
+        "stale-00002-of-00002.safetensors",
+        "config.json",
+        "tokenizer.model",
+        "README.md",
+    ):
+        (out / name).write_bytes(b"old")
+    run(plan, out, overwrite=True)
+    assert FINISHED <= names(out) and "stale-00002-of-00002.safetensors" not in names(out)
+    assert names(tmp_path) == {"source", "out"}
+    run(plan, out, overwrite=True)  # a plan may be carried out again
+    assert names(tmp_path) == {"source", "out"}
+
+
+@pytest.mark.parametrize("other", ["photos/", "thesis.docx", ".git/"])
+def test_overwrite_never_replaces_other_things(plan, tmp_path, other):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"old")
+    (out / other).mkdir() if other.endswith("/") else (out / other).write_bytes(b"work")
+    with pytest.raises(UsageError, match="more than a checkpoint") as caught:
+        run(plan, out, overwrite=True)
+    assert other.rstrip("/") in str(caught.value)
+    assert (out / other).exists() and (out / "model.safetensors").read_bytes() == b"old"
+
+
+def test_an_empty_folder_is_no_obstacle(plan, tmp_path):
+    (tmp_path / "out").mkdir()
+    run(plan, tmp_path / "out")
+    assert FINISHED <= names(tmp_path / "out")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_is_not_replaced_by_a_folder(plan, tmp_path, overwrite):
+    (tmp_path / "out").write_bytes(b"a letter")
+    with pytest.raises(UsageError, match="is a file; this layout is a folder"):
+        run(plan, tmp_path / "out", overwrite=overwrite)
+    assert (tmp_path / "out").read_bytes() == b"a letter"
+
+
+@pytest.mark.parametrize("how", ["same", "dots", "link", "file", "inside"])
+def test_the_source_is_never_the_output(plan, made, tmp_path, how, monkeypatch):
+    (tmp_path / "link").symlink_to(made.path)
+    out = {
+        "same": made.path,
+        "dots": made.path / ".." / "source",
+        "link": tmp_path / "link",
+        "file": made.path / "model.safetensors",
+        "inside": tmp_path,
+    }[how]
+    before = {p: p.read_bytes() for p in made.path.iterdir()}
+    with pytest.raises(UsageError, match=r"is the source itself|holds|is a file|more than a checkpoint"):
+        run(plan, out, overwrite=True)
+    assert {p: p.read_bytes() for p in made.path.iterdir()} == before
+
+
+def test_a_source_that_is_one_file_in_the_output_folder(tmp_path):
+    made = make_scratch(tmp_path / "out", "gqa8", format="pth")
+    with pytest.raises(UsageError, match=r"source"):
+        convert.convert_checkpoint(made.path / "model.pth", tmp_path / "out", to="hf", overwrite=True)
+    assert (tmp_path / "out" / "model.pth").exists()
+
+
+def test_hard_links_to_the_source_survive_their_replacement(plan, made, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    os.link(made.path / "model.safetensors", out / "model.safetensors")
+    before = (made.path / "model.safetensors").read_bytes()
+    run(plan, out, overwrite=True)
+    assert (made.path / "model.safetensors").read_bytes() == before
+    assert not (out / "model.safetensors").samefile(made.path / "model.safetensors")
+
+
+def test_through_a_link_the_folder_behind_it_is_replaced(plan, tmp_path):
+    big = tmp_path / "big disk"
+    (big / "model").mkdir(parents=True)
+    (big / "model" / "config.json").write_bytes(b"{}")
+    (tmp_path / "out").symlink_to(big / "model")
+    run(plan, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").is_symlink() and FINISHED <= names(big / "model")
+    assert names(big) == {"model"} and names(tmp_path) == {"source", "out", "big disk"}
+    (tmp_path / "new").symlink_to(big / "not yet")
+    run(plan, tmp_path / "new")
+    assert (tmp_path / "new").is_symlink() and FINISHED <= names(big / "not yet")
+
+
+def test_folders_on_the_way_are_made_and_taken_back(plan, tmp_path, monkeypatch):
+    out = tmp_path / "a" / "b" / "out"
+    run(plan, out)
+    assert FINISHED <= names(out)
+    monkeypatch.setattr("convert.run._Writer.check", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(plan, tmp_path / "c" / "d" / "out")
+    with pytest.raises(ZeroDivisionError):
+        run(plan, tmp_path / "a" / "e" / "out")
+    assert names(tmp_path) == {"source", "a"} and names(tmp_path / "a") == {"b"}
+
+
+def test_the_current_folder(plan, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", "", "../here", "../here/."):
+        with pytest.raises(UsageError, match="current folder"):
+            run(plan, Path(name))
+    run(plan, Path("x/../out"))
+    assert names(Path(".")) == {"out"}
+    run(plan, Path("../beside"))
+    assert FINISHED <= names(tmp_path / "beside")
+
+
+def test_places_that_cannot_be_written(plan, tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UsageError, match="is a file, so"):
+        run(plan, tmp_path / "file" / "out")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UsageError, match="may not be written"):
+        run(plan, tmp_path / "out")
+    assert names(tmp_path) == {"source", "file"}
+
+
+def test_a_full_disk_is_seen_before_writing(plan, tmp_path, monkeypatch):
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
+    with pytest.raises(ConvertError, match=r"needs [\d,]+ bytes .* 1,000 free") as caught:
+        run(plan, tmp_path / "out")
+    assert caught.value.problems[0].wanted == plan.nbytes and caught.value.exit_code == 1
+    assert names(tmp_path) == {"source"}
+    check_target(plan, tmp_path / "out", overwrite=False, force=True)
+
+
+def test_two_runs_to_one_output_in_one_process(plan, tmp_path):
+    """The second is refused while the first is at work, and allowed afterwards."""
+    out = tmp_path / "out"
+    seen: list[BaseException] = []
+
+    def second(_: int) -> None:
+        if not seen:
+            try:
+                run(plan, out)
+            except BaseException as error:
+                seen.append(error)
+
+    run(plan, out, progress=second)
+    assert isinstance(seen[0], ConvertError) and "another conversion is writing" in str(seen[0])
+    assert FINISHED <= names(out)
+    run(plan, out, overwrite=True)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from convert.output import Claim
+claim = Claim(Path(sys.argv[1]), single=False)
+(claim.folder / "model.safetensors").write_bytes(b"half")
+print("claimed", flush=True)
+time.sleep(60)
+"""
+
+
+def test_another_process_and_its_remains(plan, tmp_path):
+    out = tmp_path / "out"
+    child = subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "claimed\n"
+        with pytest.raises(ConvertError, match="another conversion is writing"):
+            run(plan, out)
+        assert (tmp_path / "out.partial" / "model.safetensors").read_bytes() == b"half"
+    finally:
+        child.kill()
+        child.wait()
+    assert names(tmp_path) == {"source", "out.partial"}  # a killed process cleans nothing
+    run(plan, out)  # and the next run does
+    assert names(tmp_path) == {"source", "out"} and ".lock" not in names(out)
+
+
+def test_without_locks_a_run_works_too(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "DISABLED", {"flock"})
+    run(plan, tmp_path / "out")
+    assert names(tmp_path) == {"source", "out"} and ".lock" not in names(tmp_path / "out")
+
+
+def test_a_rename_that_fails_gives_the_old_folder_back(plan, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"old")
+    real = os.replace
+
+    def fail(a, b):
+        if str(a).endswith(".partial"):
+            raise KeyboardInterrupt
+        real(a, b)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, out, overwrite=True)
+    monkeypatch.undo()
+    assert (out / "model.safetensors").read_bytes() == b"old"
+    assert names(tmp_path) == {"source", "out"}
+
+
+def test_claims_of_many_threads(tmp_path):
+    """Whoever comes first has it; nobody else gets in until it is given up."""
+    got, refused = [], []
+    barrier = threading.Barrier(8)
+
+    def claim() -> None:
+        barrier.wait()
+        try:
+            got.append(Claim(tmp_path / "out", single=False))
+        except ConvertError:
+            refused.append(1)
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(got) == 1 and len(refused) == 7
+    got[0].abandon()
+    assert not names(tmp_path)
