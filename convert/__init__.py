@@ -21,6 +21,8 @@ _HOMES = {
     "inspect": "convert.inspect",
     "validate": "convert.validate",
     "verify": "convert.verify",
+    "verify_engine": "convert.verify_engine",
+    "generate": "convert.generate",
     "load_into": "convert.modules",
     "save_model": "convert.saving",
     "no_init": "convert.no_init",
@@ -37,6 +39,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "convert_checkpoint",
+    "generate",
     "inspect",
     "load_into",
     "load_scratch_config",
@@ -46,12 +49,14 @@ __all__ = [
     "save_model",
     "validate",
     "verify",
+    "verify_engine",
 ]
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint, open_checkpoint
     from convert.conversion import convert_checkpoint, plan_conversion
     from convert.errors import ConvertError, Problem, UsageError
+    from convert.generate import generate
     from convert.inspect import inspect
     from convert.modules import load_into
     from convert.no_init import no_init
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
     from convert.scratch_config import load_scratch_config
     from convert.validate import validate
     from convert.verify import verify
+    from convert.verify_engine import verify_engine
 
 
 def __getattr__(name: str) -> Any:
