@@ -22,6 +22,10 @@ _OVERFLOW = {"F16": 65520.0, "BF16": float.fromhex("0x1.ffp127"), "F32": float.f
 _SCAN_BYTES = 4 << 20
 
 
+def _limit(dtype: str, target: str) -> float:
+    return math.inf if target == "F32" and dtype != "F64" else _OVERFLOW.get(target, math.inf)
+
+
 def largest(values: NDArray[Any], dtype: str) -> float:
     """The largest magnitude; not finite when any value is NaN or infinite.
 
@@ -40,6 +44,15 @@ def largest(values: NDArray[Any], dtype: str) -> float:
     return float((values.view(np.uint64) & np.uint64(0x7FFF_FFFF_FFFF_FFFF)).max().view(np.float64))
 
 
+def _fits(values: NDArray[Any], dtype: str, target: str) -> bool:
+    """Whether all values are finite and become finite ones. Narrowing from F64 passes through F32, rounding twice."""
+    top = largest(values, dtype)
+    if dtype == "F64" and target != "F32":
+        with np.errstate(over="ignore"):
+            top = float(np.float32(top))
+    return top < _limit(dtype, target)
+
+
 class Finite(Source):
     """Plain values, unchanged; a value that ``target`` cannot hold stops the conversion.
 
@@ -56,7 +69,6 @@ class Finite(Source):
         self.shape = source.shape
         self.dtype = source.dtype
         self.align = source.align
-        self.limit = _OVERFLOW.get(target, math.inf)
 
     @property
     def whole(self) -> bool:
@@ -70,7 +82,7 @@ class Finite(Source):
             ConvertError: A value is NaN, infinite or too large; with the tensor, the first row and the count.
         """
         block = self.source.read(start, stop)
-        if not largest(np.ascontiguousarray(block), self.dtype) < self.limit:
+        if not _fits(np.ascontiguousarray(block), self.dtype, self.target):
             raise refusal(self.source, self.target, tensor=self.tensor)
         return block
 
@@ -80,7 +92,7 @@ def refusal(source: Source, target: str, *, tensor: str) -> ConvertError:
 
     Rows are counted over all leading dimensions.
     """
-    limit = _OVERFLOW.get(target, math.inf)
+    limit = _limit(source.dtype, target)
     rows = source.shape[0]
     inner = math.prod(source.shape[1:-1])
     step = rows if source.whole else max(1, _SCAN_BYTES // max(1, source.row_bytes))
@@ -91,9 +103,11 @@ def refusal(source: Source, target: str, *, tensor: str) -> ConvertError:
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         values = np.ascontiguousarray(source.read(start, stop))
-        if largest(values, source.dtype) < limit:
+        if _fits(values, source.dtype, target):
             continue
-        wide = np.abs(values if source.dtype == "F64" else to_float32(values, source.dtype))
+        exact = source.dtype == "F64" and target == "F32"
+        with np.errstate(over="ignore"):
+            wide = np.abs(values if exact else to_float32(values, source.dtype))
         wide = wide.reshape((stop - start) * inner, -1)
         bad = ~(wide < limit)
         finite = np.isfinite(wide)
