@@ -112,6 +112,9 @@ def _kind(file: BinaryIO, head: bytes, size: int) -> str:
         return "gguf"
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return "torch" if _mentions_pickle(file, head, size) else "zip"
+    # Before the short magics: the first two bytes are the low ones of a length, and may be anything.
+    if len(head) > 8 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] < 1 << 40:
+        return "safetensors"
     if head.startswith(_LFS):
         return "lfs"
     for magic, kind in _MAGICS:
@@ -122,8 +125,6 @@ def _kind(file: BinaryIO, head: bytes, size: int) -> str:
         return "torch-legacy" if head[:100].rstrip(b"\0") in (b"sys_info", b"pickle", b"storages") else "tar"
     if head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05":
         return "torch-legacy" if _LEGACY in head[:32] else "pickle"
-    if len(head) > 8 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] < 1 << 40:
-        return "safetensors"
     if not head.strip(b"\0") and _zeros(file, size):
         return "zeros"
     return _text_kind(head)

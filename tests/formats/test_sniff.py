@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from convert.errors import FormatError
 from convert.formats.sniff import refuse_non_weights, sniff
@@ -41,6 +41,16 @@ def test_weights_under_a_wrong_suffix(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     assert [sniff(tmp_path / name) for name in ("x.pth", "y.safetensors", "z.bin")] == ["safetensors", "torch", "gguf"]
+
+
+@pytest.mark.parametrize("start", [b"\x80\x02", b"\x80\x04", b"\x80\x05", b"\x1f\x8b"])
+def test_safetensors_whose_length_looks_like_another_magic(tmp_path: Path, start: bytes) -> None:
+    """The file begins with the header's length, whose low bytes may be those of a pickle or of gzip."""
+    header = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'.ljust(int.from_bytes(start, "little"))
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + np.ones(3, np.float32).tobytes())
+    assert (tmp_path / "x").read_bytes().startswith(start)
+    assert load_file(tmp_path / "x")["a"].tolist() == [1, 1, 1]
+    assert sniff(tmp_path / "x") == "safetensors"
 
 
 def test_large_torch_file_and_foreign_zip(tmp_path: Path) -> None:
