@@ -1,0 +1,92 @@
+"""Text and ids for a running checkpoint: pieces are whole characters, every home of an end token counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer
+
+from convert.checkpoint import open_checkpoint
+from convert.errors import ConvertError
+from convert.text_tokenizer import TextTokenizer, end_ids, text_tokenizer
+from tests.fixtures import make_gguf, make_hf, save_tokenizer
+from tests.fixtures.tokenizer import BOS, EOS, MULTILINGUAL, train_tokenizer
+from tests.tokenizer.trained import byte_fallback
+
+WIDE = "Grüße 🦙🌿 羊驼吃草。 Ламы едят"
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(lambda: train_tokenizer(300, full_bytes=True), id="byte-level"),
+        pytest.param(lambda: byte_fallback(MULTILINGUAL, style="metaspace"), id="sentencepiece"),
+        pytest.param(lambda: byte_fallback(MULTILINGUAL, style="prepend"), id="prepend"),
+    ],
+)
+@pytest.mark.parametrize("text", [WIDE, "the head of the key", "🦙"])
+@pytest.mark.parametrize("cut", [0, 3])
+def test_streamed_pieces_are_whole_characters_and_make_up_the_text(library, text, cut):
+    tokenizer = TextTokenizer(library(), "here")
+    ids = tokenizer.encode(text, special=False)
+    whole = tokenizer.decode(ids)
+    cut = cut if "\ufffd" not in tokenizer.decode(ids[:cut]) else 0
+    pieces = list(tokenizer.stream(ids[cut:], prompt=ids[:cut]))
+    assert tokenizer.decode(ids[:cut]) + "".join(pieces) == whole
+    assert all(piece and "\ufffd" not in piece for piece in pieces)
+    if text == WIDE and not cut:
+        assert len(pieces) > 5
+        assert "".join(tokenizer.decode([i]) for i in ids) != whole  # the control: token by token
+
+
+def test_an_unfinished_character_at_the_end_is_shown():
+    tokenizer = TextTokenizer(train_tokenizer(300, full_bytes=True), "here")
+    ids = tokenizer.encode("a🦙", special=False)
+    assert "".join(tokenizer.stream(ids[:-1])) == tokenizer.decode(ids[:-1]) == "a\ufffd"
+
+
+def test_the_same_ids_from_a_folder_and_from_gguf(tmp_path):
+    hf = make_hf(tmp_path / "hf", "std", vocab=320, tokenizer=True)
+    gguf = make_gguf(tmp_path / "m.gguf", "std", vocab=320, tokenizer=320)
+    wanted = Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    for path in (hf.path, gguf.path):
+        with open_checkpoint(path) as ckpt:
+            got = text_tokenizer(ckpt)
+        assert got.encode(WIDE) == wanted.encode(WIDE).ids
+        assert got.special["bos"] == wanted.token_to_id(BOS)
+        assert got.token("eos") == EOS
+        assert got.token("mask") == ""
+    with open_checkpoint(hf.path) as ckpt:
+        named = [text_tokenizer(ckpt, p) for p in (gguf.path, str(hf.path), hf.path / "tokenizer.json")]
+    assert [n.encode(WIDE) for n in named] == [wanted.encode(WIDE).ids] * 3
+
+
+def test_every_end_token_counts(tmp_path):
+    hf = make_hf(tmp_path, "std", vocab=320, tokenizer=True)
+    stated = {"config.json": 3, "generation_config.json": [4, 5], "tokenizer_config.json": None}
+    for name, ends in stated.items():
+        content = json.loads((tmp_path / name).read_text())
+        if ends is not None:
+            content["eos_token_id"] = ends
+        (tmp_path / name).write_text(json.dumps(content))
+    with open_checkpoint(hf.path) as ckpt:
+        tokenizer = text_tokenizer(ckpt)
+        assert end_ids(ckpt, tokenizer) == {3, 4, 5, tokenizer.library.token_to_id(EOS)}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 99999}))
+    with open_checkpoint(hf.path) as ckpt:
+        assert end_ids(ckpt, text_tokenizer(ckpt)) == {3, 1}  # an id without a row is none
+
+
+def test_no_tokenizer_and_a_damaged_one(tmp_path):
+    hf = make_hf(tmp_path / "hf", "std")
+    with open_checkpoint(hf.path) as ckpt:
+        with pytest.raises(ConvertError, match="No tokenizer lies beside") as error:
+            text_tokenizer(ckpt)
+        assert "--tokenizer PATH" in error.value.problems[0].hint
+        with pytest.raises(ConvertError, match="no such file"):
+            text_tokenizer(ckpt, tmp_path / "nowhere")
+        save_tokenizer(hf.path, 96)
+        (hf.path / "tokenizer.json").write_text('{"model": {"type": "nonsense"}}')
+        with pytest.raises(ConvertError, match="cannot be loaded"):
+            text_tokenizer(ckpt)
