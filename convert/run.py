@@ -19,19 +19,16 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from convert.cast import CastLoss
-from convert.dtypes import DTYPES
 from convert.errors import ConvertError, Problem
 from convert.formats.crc import crc32_combine
 from convert.output import Claim, check_target, write_sidecar
 from convert.plan import ConversionPlan, Output, Target, piece_rows
 from convert.platform import copy_range, keep_freed_memory, write_at
+from convert.readback import read_back
 from convert.source import Source
 
 #: Bytes per piece that is copied inside the kernel.
 COPY_BYTES = 32 << 20
-#: How much of an output is compared with its source after writing.
-CHECK_BLOCKS = 64
-_CHECK_BYTES = 64 << 10
 
 Progress = Callable[[int], None]
 
@@ -123,7 +120,7 @@ def run(
         loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
         for name, value in plan.sidecars.items():
             write_sidecar(claim.folder, name, value)
-        checked = writer.check()
+        checked = read_back(plan, claim.folder, writer.fds)
         writer.close()
         claim.commit()
     except BaseException:
@@ -288,78 +285,6 @@ class _Writer:
         if problems:
             raise ConvertError(problems)
 
-    def check(self) -> int:
-        """Re-read what was written: sizes, headers, and blocks spread over the tensors against their source."""
-        for file, fd in zip(self.plan.files, self.fds, strict=True):
-            if os.fstat(fd).st_size != file.size:
-                raise _check_failed(file.name, f"has {os.fstat(fd).st_size:,} bytes, planned were {file.size:,}")
-            self._check_header(file.name, file.format)
-        chosen = self.plan.outputs
-        if len(chosen) > CHECK_BLOCKS:
-            chosen = [chosen[i] for i in sorted({int(x) for x in np.linspace(0, len(chosen) - 1, CHECK_BLOCKS)})]
-        for number, output in enumerate(chosen):
-            self._check_block(output, number)
-        return len(chosen)
-
-    def _check_header(self, name: str, format: str) -> None:
-        if format == "safetensors":
-            from convert.formats import safetensors
-
-            read = safetensors.read(self.folder / name)
-        elif format == "gguf":
-            from convert.formats import gguf
-
-            read = gguf.read(self.folder / name)
-        else:
-            return
-        file = next(f for f in self.plan.files if f.name == name)
-        for entry in file.entries:
-            spec = read.tensors.get(entry.name)
-            if spec is None or (spec.dtype, spec.shape, spec.offset) != (
-                entry.dtype,
-                entry.shape,
-                file.offsets[entry.name],
-            ):
-                raise _check_failed(name, f"does not hold {entry.name!r} as planned")
-
-    def _check_block(self, output: Output, number: int) -> None:
-        source = output.source
-        rows = source.shape[0]
-        step = min(rows, max(source.align, _CHECK_BYTES // max(1, source.row_bytes) // source.align * source.align))
-        if rows == 0 or (source.whole and source.row_bytes * rows > 8 << 20):
-            return
-        blocks = max(1, rows // step)
-        start = (number * 7919 % blocks) * step
-        block = source.read(start, min(start + step, rows))
-        for target in output.targets:
-            part = block if target.columns is None else np.ascontiguousarray(block[:, slice(*target.columns)])
-            want = np.ascontiguousarray(part).tobytes()
-            row = len(want) // len(block)
-            got = _read(self.fds[target.file], len(want), self._offset(target) + start * row)
-            if got != want:
-                raise _check_failed(
-                    self.plan.files[target.file].name, f"differs from the source in {target.name!r} at row {start}"
-                )
-
-
-def _read(fd: int, count: int, offset: int) -> bytes:
-    from convert.platform import read_at
-
-    buffer = bytearray(count)
-    read_at(fd, memoryview(buffer), offset)
-    return bytes(buffer)
-
-
-def _check_failed(name: str, what: str) -> ConvertError:
-    return ConvertError(
-        Problem(
-            "check",
-            f"the check after writing failed: {name} {what}.",
-            file=name,
-            hint="The output was removed. Did the source change meanwhile, or is the disk failing?",
-        )
-    )
-
 
 def _casts(plan: ConversionPlan) -> Iterator[Lossy]:
     seen: set[int] = set()
@@ -379,12 +304,3 @@ def casts_within(source: Source) -> Iterator[Lossy]:
         yield from casts_within(inner)
     for part in getattr(source, "parts", ()):
         yield from casts_within(part)
-
-
-def dtype_name(plan: ConversionPlan) -> str:
-    """The type most bytes of the output have."""
-    count: dict[str, int] = {}
-    for file in plan.files:
-        for entry in file.entries:
-            count[entry.dtype] = count.get(entry.dtype, 0) + DTYPES[entry.dtype].nbytes(entry.shape)
-    return max(count, key=lambda k: count[k]) if count else "F32"
