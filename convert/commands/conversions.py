@@ -213,9 +213,13 @@ def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, qu
 
 def _rename_failed(plan: ConversionPlan, out: Path) -> Path:
     """Nothing that failed keeps a name under which it would be taken for good; returns the (first) new name."""
+    from convert.output import remove
+
     paths = [out.with_name(f.name) for f in plan.files] if plan.single_file else [out]
     for path in paths:
-        path.replace(path.with_name(path.name + ".failed"))
+        failed = path.with_name(path.name + ".failed")
+        remove(failed)  # of an earlier try
+        path.replace(failed)
     return paths[0].with_name(paths[0].name + ".failed")
 
 

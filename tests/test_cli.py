@@ -1,0 +1,346 @@
+"""The command line from outside: exit codes, what is printed where, what is imported, and what signals leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from convert.cli import COMMANDS, cli, run
+from tests.fixtures import make_gguf, make_hf, make_meta, make_scratch
+from tests.reference.models import one_thread  # noqa: F401
+
+PYTHON = [sys.executable, "-m", "convert"]
+ROOT = Path(__file__).parents[1]
+#: A conversion whose every piece takes a while, so that there is a middle to interrupt.
+SLOW = """
+import sys, time
+from convert import run
+real = run._Writer._write_piece
+def slow(self, *piece):
+    time.sleep(0.15)
+    real(self, *piece)
+run._Writer._write_piece = slow
+from convert.cli import main
+main(sys.argv[1:])
+"""
+
+
+def shell(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """The command line as a process of its own."""
+    return subprocess.run([*PYTHON, *map(str, args)], capture_output=True, text=True, cwd=ROOT, timeout=60, **options)  # type: ignore[call-overload]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """As on a machine without one: `--verify auto` says how to verify."""
+    monkeypatch.setattr("convert.devices.gpu_present", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    return make_hf(tmp_path_factory.mktemp("cli") / "model", "gqa8", dtype="bfloat16", tokenizer=120).path
+
+
+def call(*args: object) -> int:
+    return run(cli, [str(a) for a in args])
+
+
+# --- exit codes -------------------------------------------------------------------------------------------------------
+
+
+def test_0_and_what_is_said(hf, tmp_path, capsys):
+    assert call("hf-to-scratch", hf, tmp_path / "out") == 0
+    out, err = capsys.readouterr()
+    assert "21 tensors" in out and "Checked after writing: sizes, headers, 21 sampled blocks." in out
+    assert f"convert verify {hf} {tmp_path / 'out'}" in out
+    assert err == ""
+
+
+def test_1_for_findings(tmp_path, capsys):
+    made = make_hf(tmp_path / "m", "gqa8")
+    with (made.path / "model.safetensors").open("r+b") as file:
+        file.truncate(50_000)
+    assert call("hf-to-scratch", made.path, tmp_path / "out") == 1
+    assert call("validate", made.path) == 1
+    err = capsys.readouterr().err
+    assert "error: " in err and "Traceback" not in err
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_2_for_usage(hf, tmp_path, capsys):
+    for args in (
+        ["hf-to-scratch", tmp_path / "nowhere", tmp_path / "out"],
+        ["hf-to-scratch", hf],
+        ["hf-to-scratch", hf, tmp_path / "out", "--dtype", "int3"],
+        ["hf-to-hf-to-hf"],
+        ["to", "paper", hf, tmp_path / "out"],
+        ["hf-to-scratch", hf, hf],
+        ["hf-to-scratch", hf, tmp_path / "out", "--names", "no_such_names"],
+        ["hf-to-hf", hf, tmp_path / "out", "--max-shard-size", "much"],
+        ["hf-to-meta", hf, tmp_path / "out", "--model-parallel", "0"],
+    ):
+        assert call(*args) == 2, args
+        err = capsys.readouterr().err
+        assert ("rror" in err or "Usage" in err) and "Traceback" not in err, args
+    assert not list(tmp_path.iterdir())
+
+
+MAKERS = {"hf": make_hf, "meta": make_meta, "scratch": make_scratch, "gguf": make_gguf}
+
+
+@pytest.mark.parametrize("source", MAKERS)
+@pytest.mark.parametrize("said", ["hf", "meta", "scratch", "gguf"])
+def test_the_wrong_command_names_the_right_one(tmp_path, capsys, source, said):
+    """Every command that there is, on every other source."""
+    made = MAKERS[source](tmp_path / "m.gguf" if source == "gguf" else tmp_path / "m", "gqa8")
+    for target in ("hf", "meta", "scratch"):
+        if said in (source, target):
+            continue
+        assert call(f"{said}-to-{target}", made.path, tmp_path / "out") == 2
+        err = capsys.readouterr().err
+        assert f"in the {source} layout, not {said}" in err
+        assert (f"`convert {source}-to-{target}`" in err) or (source == target and "already" in err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_misspelt_command(capsys):
+    assert call("hf-to-scrach", "a", "b") == 2
+    assert "Did you mean hf-to-scratch" in capsys.readouterr().err
+    assert call("verfy", "a", "b") == 2
+    assert "verify" in capsys.readouterr().err
+    assert call("xyzzy") == 2
+    assert "Did you mean" not in capsys.readouterr().err
+
+
+def test_3_for_a_weak_verdict_and_1_for_fail(hf, tmp_path, capsys, monkeypatch):
+    """Real verdicts: equal models whose weights could not show a fault, and another model."""
+    weak = make_hf(tmp_path / "weak", "gqa8")
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(weak.path / "model.safetensors")
+    save_file({k: t * 0 if "embed" in k else t for k, t in state.items()}, weak.path / "model.safetensors")
+    assert call("hf-to-meta", weak.path, tmp_path / "meta", "--verify", "always") == 3
+    assert "verify: weak" in capsys.readouterr().out
+    assert (tmp_path / "meta").is_dir()  # weak is kept
+    assert call("verify", weak.path, tmp_path / "meta") == 3
+    other = make_hf(tmp_path / "other", "gqa8", seed=5)
+    assert call("verify", hf, other.path, "--quiet") == 1
+    assert capsys.readouterr().out.count("verify: weak") == 1
+
+
+def test_a_conversion_that_fails_verification_is_renamed(hf, tmp_path, capsys, monkeypatch):
+    from convert.source import RopePermuted
+
+    monkeypatch.setattr(RopePermuted, "read", lambda self, a, b: self.source.read(a, b))  # a fault of ours
+    for _ in range(2):  # the second time there is one already
+        assert call("hf-to-meta", hf, tmp_path / "out", "--verify", "always") == 1
+        out = capsys.readouterr().out
+        assert "verify: fail" in out and "out.failed" in out
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out.failed"]
+
+
+def test_always_passes_on_a_good_conversion(hf, tmp_path, capsys):
+    assert call("hf-to-meta", hf, tmp_path / "out", "--verify", "always", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["verify"]["verdict"] == "pass"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("target", ["scratch", "meta"])
+def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target):
+    child = subprocess.Popen(
+        [sys.executable, "-c", SLOW, f"hf-to-{target}", str(hf), str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    partial = tmp_path / "out.partial"
+    for _ in range(400):
+        if partial.exists() and any(p.suffix in (".pth", ".safetensors") for p in partial.iterdir()):
+            break
+        time.sleep(0.02)
+    assert partial.exists()
+    time.sleep(0.2)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=30)
+    assert child.returncode == code, err
+    assert "nothing was left behind" in err and "Traceback" not in err and out == ""
+    assert not list(tmp_path.iterdir())
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def test_json_is_all_there_is_on_stdout(hf, tmp_path, capsys):
+    assert call("hf-to-meta", hf, tmp_path / "out", "--json", "--dtype", "float16") == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert set(found) == {
+        *("schema", "out", "files", "tensors", "bytes", "seconds", "underflowed", "checked_blocks", "notes", "verify")
+    }
+    assert found["schema"] == "convert.conversion/1" and found["out"] == str(tmp_path / "out")
+    assert sorted(found["files"]) == sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert found["bytes"] == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+
+
+def test_documented_keys_of_the_other_commands(hf, tmp_path, capsys):
+    """The keys that the README documents; more may come, none may go."""
+    wanted = {
+        ("inspect", hf): "schema format layout family dtype parameters parameters_stored tied rope n_layers n_heads "
+        "n_kv_heads head_dim vocab_size tensors notes",
+        ("validate", hf): "schema ok problems",
+        ("verify", hf, hf): "schema verdict device max_abs nmse kl_max kl_mean top1 first_diff_position control",
+    }
+    for args, keys in wanted.items():
+        assert call(*args, "--json") == 0
+        out, err = capsys.readouterr()
+        assert set(keys.split()) <= set(json.loads(out)) and err == ""
+
+
+def test_quiet_prints_nothing(hf, tmp_path, capsys):
+    assert call("hf-to-scratch", hf, tmp_path / "a", "--quiet") == 0
+    assert call("to", "meta", hf, tmp_path / "b", "-q", "--verify", "always") == 0
+    assert call("verify", hf, tmp_path / "b", "-q") == 0
+    assert call("validate", hf, "-q") == 0
+    assert capsys.readouterr() == ("", "")
+    assert call("hf-to-scratch", hf, tmp_path / "a", "--quiet") == 2  # errors are still told
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_dry_run_writes_nothing_and_tells_all(hf, tmp_path, capsys):
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert call("hf-to-meta", hf, tmp_path / "out", "--model-parallel", 2, "--dry-run") == 0
+    text = capsys.readouterr().out
+    for part in ("consolidated.00.pth", "consolidated.01.pth", "params.json", "free", "peak memory", "interleaved"):
+        assert part in text
+    assert "Nothing was written" in text
+    assert call("hf-to-meta", hf, tmp_path / "out", "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {
+        *("schema", "source", "source_layout", "family", "target_layout", "out", "files", "sidecars", "bytes_read"),
+        *("bytes_written", "bytes_free", "peak_memory", "tied", "notes"),
+    } <= set(plan)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert call("hf-to-meta", hf, tmp_path / "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == plan["bytes_written"]
+    # and what cannot be done is refused in a dry run too
+    bias = make_hf(tmp_path / "bias", "gqa8", attention_bias=True)
+    assert call("hf-to-meta", bias.path, tmp_path / "x", "--dry-run") == 1
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_debug_shows_the_traceback(hf, tmp_path, capsys, where):
+    args = ["hf-to-meta", tmp_path / "nothing", tmp_path / "out"]
+    assert call(*(["--debug", *args] if where == "before" else [*args, "--debug"])) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_bug_is_one_line(hf, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("convert.run.read_back", lambda *_: 1 / 0)
+    assert call("hf-to-meta", hf, tmp_path / "out") == 1
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and "--debug" in err and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_line(hf, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("convert.run.write_at", full)
+    assert call("hf-to-meta", hf, tmp_path / "out") == 1
+    assert capsys.readouterr().err == "error: No space left on device.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_version_help_and_no_command(capsys):
+    assert call("--version") == 0
+    assert "version" in capsys.readouterr().out
+    for args in (["--help"], ["-h"]):
+        assert call(*args) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "-to-" in c])
+def test_every_conversion_has_the_common_options(command, capsys):
+    assert call(command, "--help") == 0
+    out = capsys.readouterr().out
+    options = (
+        "--dtype --overwrite --dry-run --verify --family --class --layout --qk-layout --key --tie --context --force"
+    )
+    options += " --names --config --size --threads --json --quiet --debug"
+    missing = [o for o in options.split() if o not in out]
+    if command.endswith("gguf"):
+        missing = [o for o in missing if o not in ("--dtype", "--class")]
+    assert not missing
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+IMPORTS = """
+import sys
+from convert.cli import cli, run
+code = run(cli, sys.argv[2:])
+heavy = sorted(m for m in sys.argv[1].split(",") if m in sys.modules)
+print("HEAVY", code, ",".join(heavy))
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "forbidden"),
+    [
+        (["--help"], "numpy,torch,rich,gguf,tokenizers,huggingface_hub,safetensors,convert.plan"),
+        (["hf-to-scratch", "--help"], "numpy,torch,rich,gguf,tokenizers,huggingface_hub"),
+        (["--version"], "numpy,torch"),
+        (["hf-to-meta", "SRC", "OUT"], "torch,gguf,tokenizers,huggingface_hub,transformers"),
+        (["to", "scratch", "SRC", "OUT", "--dtype", "float16"], "torch,gguf,tokenizers,huggingface_hub"),
+        (["hf-to-gguf", "SRC", "OUT.gguf"], "torch,huggingface_hub,transformers"),
+        (["inspect", "SRC"], "torch,gguf,tokenizers,huggingface_hub"),
+        (["validate", "SRC"], "torch,gguf,huggingface_hub"),
+    ],
+    ids=lambda v: v[0] if isinstance(v, list) else "",
+)
+def test_what_is_imported(hf, tmp_path, args, forbidden):
+    args = [a.replace("SRC", str(hf)).replace("OUT", str(tmp_path / "out")) for a in args]
+    if any("-to-" in a or a == "to" for a in args[:1]) and "--help" not in args:
+        args += ["--verify", "never"]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, forbidden, *args], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "HEAVY 0 ", done.stdout[-200:] + done.stderr
+
+
+def test_a_reader_that_goes_away(hf):
+    """``| head -1``: no traceback, no complaint at exit."""
+    for args in ("--help", f"inspect {hf} --tensors", "tables show llama --resolved"):
+        done = subprocess.run(
+            f"{sys.executable} -m convert {args} | head -1",
+            shell=True,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=60,
+        )
+        assert done.stdout.count("\n") == 1 and done.stderr == "", done.stderr
+    # the reader is gone before the first byte
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*PYTHON, "--help"], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    os.close(write)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+
+
+def test_as_a_process(hf, tmp_path):
+    done = shell("hf-to-scratch", hf, tmp_path / "out")
+    assert done.returncode == 0 and "tensors" in done.stdout
+    assert shell("hf-to-scratch", hf, tmp_path / "out").returncode == 2
+    assert shell("meta-to-hf", hf, tmp_path / "x").returncode == 2
