@@ -16,6 +16,8 @@ from convert.tokenizer.hf_files import AddedToken
 from convert.tokenizer.tokenizer import ROLES, SENTENCEPIECE, Tokenizer
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+#: Classes of transformers that add nothing by themselves: where ``tokenizer.json`` has no template, there is no bos.
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 TEMPLATE, TEMPLATE_JSON, TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 
 
@@ -68,6 +70,8 @@ def _apply(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> Non
             index = None if text is None else tokenizer.id_of(text)
             if index is not None:
                 tokenizer.special[role] = index
+    if tokenizer.add_bos is None and "tokenizer.json" in tokenizer.files and config.get("tokenizer_class") in _GENERIC:
+        tokenizer.add_bos = False
     if isinstance(config.get("add_bos_token"), bool):
         tokenizer.add_bos = config["add_bos_token"]
     if isinstance(config.get("add_eos_token"), bool):
