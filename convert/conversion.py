@@ -12,6 +12,7 @@ from convert.errors import UsageError
 from convert.gguf_request import OPTIONS as GGUF_OPTIONS
 from convert.gguf_request import GgufRequest
 from convert.plan import ConversionPlan, Request, make_plan, request_dtype
+from convert.platform import keep_freed_memory
 from convert.run import Summary, check_target, run
 
 _SOURCE_OPTIONS = ("layout", "family", "config", "size", "key", "qk_layout", "tie", "context")
@@ -45,6 +46,7 @@ def plan_conversion(
         UsageError: The source is of another layout, or an option is unknown.
         ConvertError: The source is damaged or the target cannot hold it.
     """
+    keep_freed_memory()
     names = options.pop("names", None)
     dtype = request_dtype(options.pop("dtype", None))
     gguf = _gguf_request(to, dtype, options)

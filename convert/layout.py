@@ -6,7 +6,7 @@ others; two layouts of one config meet at their logical tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,10 @@ class Slot:
         shape: What it must be.
         keys: The logical tensors it holds; more than one when fused.
         shapes: Their shapes.
-        axis: The axis they are joined along.
+        axis: The axis of the stored tensor they are joined along.
+        stored: Shapes of the parts as stored (experts one by one, matrices in the layout's orientation).
+        transposed: Whether matrices are stored with their axes swapped (the ``linear`` convention ``in_out``).
+        expert: Which expert of the logical tensor this is, where each has a name of its own.
         why: The shape's expressions with their values, for messages.
     """
 
@@ -111,17 +114,28 @@ class Slot:
     shapes: tuple[tuple[int, ...], ...]
     axis: int = 0
     why: str = ""
+    stored: tuple[tuple[int, ...], ...] = ()
+    transposed: tuple[bool, ...] = ()
+    expert: int | None = None
 
 
-def expand(table: MappingTable, dims: Dims, layout: str) -> dict[str, Slot]:
+def expand(table: MappingTable, dims: Dims, layout: str, present: Container[str] = ()) -> dict[str, Slot]:
     """Every tensor that ``layout`` stores for this config, tied heads included, by name.
+
+    Args:
+        table: The family.
+        dims: Its dims for one config.
+        layout: Whose names.
+        present: Names that a source has; an alternative fused tensor among them takes the place of its parts.
 
     Raises:
         ConvertError: The config lacks a needed key.
         TableError: Two rows give one name.
     """
     slots: dict[str, Slot] = {}
-    fused = {part: f for f in table.fused if f.layout == layout for part in f.parts}
+    always = [f for f in table.fused if f.layout == layout and not f.alternative]
+    perhaps = [f for f in table.fused if f.layout == layout and f.alternative]
+    swapped = table.convention_of(layout, "linear") == "in_out"
 
     def put(slot: Slot) -> None:
         if slot.name in slots:
@@ -131,6 +145,8 @@ def expand(table: MappingTable, dims: Dims, layout: str) -> dict[str, Slot]:
 
     def emit(rows: list[TensorRow], layer: int | None, prefix: str) -> None:
         shapes: dict[str, tuple[int, ...]] = {}
+        joins = [*always, *(f for f in perhaps if _place(prefix + f.name, layer) in present)]
+        fused = {part for f in joins for part in f.parts}
         for row in rows:
             if not all(dims.value(w, layer) for w in row.when):
                 continue
@@ -140,21 +156,30 @@ def expand(table: MappingTable, dims: Dims, layout: str) -> dict[str, Slot]:
             if row.id in fused:
                 shapes[row.id] = shape
                 continue
-            why = ", ".join(e.explain(dims.lookup(layer)) for e in row.shape)
+            why = f"[{', '.join(e.explain(dims.lookup(layer)) for e in row.shape)}]"
             name = _place(prefix + row.names[layout], layer)
-            put(Slot(name, shape, ((row.id, layer),), (shape,), why=f"[{why}]"))
-        for f in table.fused:
-            present = [p for p in f.parts if p in shapes] if f.layout == layout else []
-            if not present:
+            stored, flip = _as_stored(table, row, layout, shape, swapped)
+            key = (row.id, layer)
+            if "{e}" not in name:
+                put(Slot(name, stored, (key,), (shape,), 0, why, (stored,), (flip,)))
                 continue
-            if len(present) != len(f.parts):
-                raise TableError(f"{table.source}: [[fused]] {f.name!r}: of {list(f.parts)} only {present} exist.")
+            for e in range(shape[0]):
+                one = name.replace("{e}", str(e))
+                put(Slot(one, stored[1:], (key,), (shape,), 0, why, (stored[1:],), (flip,), e))
+        for f in joins:
+            found = [p for p in f.parts if p in shapes]
+            if not found:
+                continue
+            if len(found) != len(f.parts):
+                raise TableError(f"{table.source}: [[fused]] {f.name!r}: of {list(f.parts)} only {found} exist.")
             parts = tuple(shapes[p] for p in f.parts)
-            total = list(parts[0])
-            total[f.axis] = sum(p[f.axis] for p in parts)
+            stories = [_as_stored(table, table.rows[p], layout, shapes[p], swapped) for p in f.parts]
+            kept, flips = tuple(s for s, _ in stories), tuple(x for _, x in stories)
+            total = list(kept[0])
+            total[f.axis] = sum(p[f.axis] for p in kept)
             keys = tuple((p, layer) for p in f.parts)
-            why = " + ".join(f"{p} {list(s)}" for p, s in zip(f.parts, parts, strict=True))
-            put(Slot(_place(prefix + f.name, layer), tuple(total), keys, parts, f.axis, why))
+            why = " + ".join(f"{p} {list(s)}" for p, s in zip(f.parts, kept, strict=True))
+            put(Slot(_place(prefix + f.name, layer), tuple(total), keys, parts, f.axis, why, kept, flips))
 
     top = [r for r in table.rows.values() if not r.in_block]
     block = [r for r in table.rows.values() if r.in_block]
@@ -164,6 +189,18 @@ def expand(table: MappingTable, dims: Dims, layout: str) -> dict[str, Slot]:
         emit(block, layer, table.prefix.get(layout, ""))
     emit(last, None, "")
     return slots
+
+
+def _as_stored(
+    table: MappingTable, row: TensorRow, layout: str, shape: tuple[int, ...], swapped: bool
+) -> tuple[tuple[int, ...], bool]:
+    """The shape a layout stores for a logical one, and whether a matrix's axes are swapped."""
+    for operation in row.to.get(layout, ()):
+        if operation["op"] == "squeeze":
+            shape = (shape[0], *shape[2:])
+    if swapped and row.linear:
+        return (*shape[:-2], shape[-1], shape[-2]), True
+    return shape, False
 
 
 def _place(pattern: str, layer: int | None) -> str:

@@ -15,10 +15,11 @@ import numpy as np
 from convert import rope, shapes, tying
 from convert.errors import Problem
 from convert.formats.spec import TensorSpec
-from convert.layout import Dims, Key, Slot, expand
+from convert.layout import Dims, Key, Slot, expand, row_shape
 from convert.replicas import collapse
 from convert.source import Joined, Rows, Source, StridedSource, open_source
 from convert.table import MappingTable, load_table
+from convert.transforms import Slice, Stacked, transposed
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -39,6 +40,7 @@ class Match:
         problems: Everything that does not fit.
         ignored: Tensors dropped, with the reason.
         notes: Assumptions.
+        experts: While matching: experts that are stored one by one, by number.
     """
 
     checkpoint: Checkpoint
@@ -48,6 +50,7 @@ class Match:
     problems: list[Problem] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    experts: dict[Key, dict[int, Source]] = field(default_factory=dict)
     _tied: dict[bool, bool] = field(default_factory=dict)
 
     def tied_pair(self) -> tuple[Key, Key] | None:
@@ -131,7 +134,7 @@ def match(checkpoint: Checkpoint) -> Match:
     """Match every tensor; never raises for a bad checkpoint, the problems are in the result."""
     table, layout = checkpoint.table, checkpoint.layout
     dims = Dims(table, checkpoint.config)
-    out = Match(checkpoint, expand(table, dims, layout))
+    out = Match(checkpoint, expand(table, dims, layout, checkpoint.tensors))
     out.problems += checkpoint.problems
     used: set[str] = set()
     for slot in out.slots.values():
@@ -144,6 +147,7 @@ def match(checkpoint: Checkpoint) -> Match:
         if source is not None:
             _place(out, slot, source, specs)
     _leftovers(out, used)
+    _stack_experts(out)
     _embedding_from_head(out)
     if not out.problems:
         collapse(out)
@@ -316,14 +320,27 @@ def _shape_problem(out: Match, slot: Slot, specs: list[TensorSpec], found: tuple
 
 
 def _place(out: Match, slot: Slot, source: Source, specs: list[TensorSpec]) -> None:
-    if len(slot.keys) == 1:
-        out.logical[slot.keys[0]], out.specs[slot.keys[0]] = source, specs
-        return
     at = 0
-    for key, shape in zip(slot.keys, slot.shapes, strict=True):
-        out.logical[key] = Rows(source, at, at + shape[slot.axis])
-        out.specs[key] = specs
-        at += shape[slot.axis]
+    for key, shape, flip in zip(slot.keys, slot.stored, slot.transposed, strict=True):
+        part = source
+        if len(slot.keys) > 1:
+            end = at + shape[slot.axis]
+            part = Rows(source, at, end) if slot.axis == 0 else Slice(source, slot.axis, at, end)
+            at = end
+        part = transposed(part) if flip else part
+        if slot.expert is None:
+            out.logical[key], out.specs[key] = part, specs
+        else:
+            out.experts.setdefault(key, {})[slot.expert] = part
+            out.specs[key] = [*out.specs.get(key, []), *specs]
+
+
+def _stack_experts(out: Match) -> None:
+    """Experts stored one by one become one logical tensor; a missing one is a problem already."""
+    for key, found in out.experts.items():
+        count = row_shape(out.checkpoint.table, Dims(out.checkpoint.table, out.checkpoint.config), key)[0]
+        if len(found) == count:
+            out.logical[key] = Stacked([found[e] for e in range(count)])
 
 
 def _leftovers(out: Match, used: set[str]) -> None:

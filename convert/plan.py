@@ -15,16 +15,17 @@ from typing import Any
 from convert.checkpoint import Checkpoint
 from convert.dtypes import DTYPES, dtype
 from convert.errors import ConvertError, Problem, UsageError
-from convert.expr import Expr
 from convert.formats import safetensors
 from convert.formats.gguf_values import KeyValues, Value
 from convert.formats.spec import Entry, FileLayout
 from convert.gguf_request import GgufRequest
-from convert.layout import Dims, Key, Slot, expand
+from convert.layout import Dims, Slot, expand
+from convert.logical import logical_source
 from convert.match import values
 from convert.report import fold_problems
-from convert.source import Cast, Joined, RopePermuted, Source
+from convert.source import Cast, Joined, Source
 from convert.table import MappingTable
+from convert.transforms import Expert, transposed
 
 #: Numpy work is cut into pieces of about this many bytes of output; with less, two threads fight over the GIL.
 PIECE_BYTES = 2 << 20
@@ -266,10 +267,9 @@ def slot_source(source: Checkpoint, slot: Slot, *, table: MappingTable, layout: 
     ``dtype`` is the canonical type, or None to keep the source's; block-quantised values then become F16, except
     for a GGUF target, which can keep the blocks.
     """
-    to = table.convention_of(layout, "rope")
     parts = [
-        _logical(source, key, shape, rope=table.rows[key[0]].rope, to=to, dtype=dtype, blocks=layout == "gguf")
-        for key, shape in zip(slot.keys, slot.shapes, strict=True)
+        _stored(logical_source(source, key, shape, table=table, layout=layout, dtype=dtype), slot, flip)
+        for key, shape, flip in zip(slot.keys, slot.shapes, slot.transposed, strict=True)
     ]
     kinds = {p.dtype for p in parts}
     if len(kinds) > 1:  # parts of a fused tensor must agree; the widest can hold all
@@ -280,29 +280,10 @@ def slot_source(source: Checkpoint, slot: Slot, *, table: MappingTable, layout: 
     return parts[0] if len(parts) == 1 else Joined(parts, slot.axis)
 
 
-def _logical(
-    opened: Checkpoint,
-    key: Key,
-    shape: tuple[int, ...],
-    *,
-    rope: Expr | None,
-    to: str,
-    dtype: str | None,
-    blocks: bool,
-) -> Source:
-    """A logical tensor as the target stores it."""
-    matched = opened.match
-    source = matched.logical.get(key)
-    if source is None:
-        pair = matched.tied_pair()
-        assert pair and key == pair[0], key
-        source = matched.logical[pair[1]]
-    quantized = DTYPES[source.dtype].is_quantized and not blocks
-    source = values(source, {"F64": "F32"}.get(dtype or "F16", dtype or "F16")) if quantized else source
-    if rope is not None and opened.pairing != to:
-        heads = int(opened.dims.value(rope, key[1]))
-        source = RopePermuted(source, head_dim=shape[0] // heads, to=to)
-    return Cast(source, dtype) if dtype and source.dtype != dtype else source
+def _stored(source: Source, slot: Slot, flip: bool) -> Source:
+    """One expert of several, and a matrix in the orientation of the layout."""
+    source = source if slot.expert is None else Expert(source, slot.expert)
+    return transposed(source) if flip else source
 
 
 def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None:

@@ -29,7 +29,7 @@ CONVENTIONS = {
 #: :mod:`convert.rope` brings into one form.
 COMMON_NAMES = frozenset({"l", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
 
-_ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", "parallel", *LAYOUTS})
+_ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", "parallel", "norm", "linear", "to", *LAYOUTS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,9 @@ class TensorRow:
         role: What ``inspect`` counts it under; derived from the path if not stated.
         tied_to: The row whose values this one shares in a tied model.
         parallel: The axis that Meta's model-parallel files split, or None for a tensor that each holds whole.
+        norm: Whether it is a norm's weight, to which the ``norm`` convention applies.
+        linear: Whether it is a linear layer's weight, to which the ``linear`` convention applies.
+        to: Operations (:data:`convert.transforms.OPERATIONS`) from the hub layout to another one.
     """
 
     id: str
@@ -55,6 +58,14 @@ class TensorRow:
     role: str = ""
     tied_to: str | None = None
     parallel: Expr | None = None
+    norm: bool = False
+    linear: bool = False
+    to: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
+
+    @property
+    def experts(self) -> bool:
+        """Whether the first dimension counts experts, because some layout stores each under its own name."""
+        return any("{e}" in name for name in self.names.values())
 
     @property
     def in_block(self) -> bool:
@@ -81,12 +92,16 @@ class ConfigRow:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Several rows stored as one tensor in a layout, joined along ``axis`` in the order of ``parts``."""
+    """Several rows stored as one tensor in a layout, joined along ``axis`` in the order of ``parts``.
+
+    The axis is that of the stored tensors. An ``alternative`` is understood in a source and never written.
+    """
 
     layout: str
     name: str
     parts: tuple[str, ...]
     axis: int = 0
+    alternative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +114,11 @@ class Ignore:
     check: str | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is meant; a leading ``*.`` stands for any number of path parts, also none."""
+        """Whether ``name`` is meant; a leading ``*.`` and a last ``**`` stand for any number of parts, also none."""
         pattern, parts = self.name.split("."), name.split(".")
+        if pattern[-1] == "**":
+            pattern = pattern[:-1]
+            parts = parts[: len(pattern)]
         if pattern[0] == "*":
             pattern, parts = pattern[1:], parts[-len(pattern) + 1 :]
         return len(pattern) == len(parts) and all(p in ("*", q) for p, q in zip(pattern, parts, strict=True))
@@ -213,7 +231,9 @@ def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None)
         names_file=names_file,
         raw=raw,
     )
-    _check(table)
+    from convert.table_check import check_table
+
+    check_table(table)
     return table
 
 
@@ -249,6 +269,9 @@ def _walk(tree: Mapping[str, Any], path: tuple[str, ...], when: tuple[Expr, ...]
             role=value.get("role") or _role((*path, key)),
             tied_to=value.get("tied_to"),
             parallel=Expr(value["parallel"], where) if "parallel" in value else None,
+            norm=bool(value.get("norm")),
+            linear=bool(value.get("linear")),
+            to={layout: tuple(ops) for layout, ops in (value.get("to") or {}).items()},
         )
 
 
@@ -293,55 +316,3 @@ def _refuse(value: Mapping[str, Any], source: str) -> Refuse:
         value.get("class"),
         bool(value.get("reference", False)),
     )
-
-
-def _check(table: MappingTable) -> None:
-    """Everything that can be wrong without a config."""
-    source = table.source
-    known = COMMON_NAMES | set(table.dims) | set(table.config) | set(table.presence)
-    known |= {k for values in table.defaults.values() for k in values}
-    expressions = [e for alternatives in table.dims.values() for e in alternatives]
-    expressions += [
-        e for row in table.rows.values() for e in (*row.shape, *row.when, *((row.rope,) if row.rope else ()))
-    ]
-    for expr in [*expressions, *(r.when for r in table.refuse)]:
-        unknown = sorted(expr.names - known)
-        if unknown:
-            raise TableError(
-                f"{expr.where}: {expr.text!r} uses {unknown[0]!r}, which is neither in [dims] nor in [config].",
-            )
-    if strange := sorted(set(table.layouts) - set(LAYOUTS)):
-        raise TableError(f"{source}: layouts: {strange[0]!r} is none of {', '.join(LAYOUTS)}.")
-    for layout, conventions in table.convention.items():
-        for kind, value in conventions.items():
-            if layout not in LAYOUTS or value not in CONVENTIONS.get(kind, ()):
-                raise TableError(
-                    f"{source}: convention.{layout}: {kind} = {value!r} is not one of {CONVENTIONS.get(kind)}."
-                )
-    for row in table.rows.values():
-        if row.tied_to and row.tied_to not in table.rows:
-            raise TableError(f"{source}: {row.id}: tied_to names {row.tied_to!r}, which is no row.")
-        if row.in_block and not set(row.names) <= set(table.prefix):
-            raise TableError(f"{source}: {row.id}: no prefix for {sorted(set(row.names) - set(table.prefix))}.")
-    for key, row_id in table.presence.items():
-        if row_id not in table.rows:
-            raise TableError(f"{source}: presence.{key}: {row_id!r} is no row.")
-    for fused in table.fused:
-        for part in fused.parts:
-            if part not in table.rows:
-                raise TableError(f"{source}: [[fused]] {fused.name!r}: the part {part!r} is no row.")
-    _check_names(table)
-
-
-def _check_names(table: MappingTable) -> None:
-    for layout in table.layouts:
-        seen: dict[str, TensorRow] = {}
-        for row in table.rows.values():
-            name = row.names.get(layout)
-            if name is None:
-                continue
-            full = table.prefix.get(layout, "") + name if row.in_block else name
-            other = seen.setdefault(full, row)
-            # Two rows may share a name when their conditions exclude each other; that is seen when they are expanded.
-            if other is not row and not (row.when and other.when):
-                raise TableError(f"{table.source}: {layout}: {full!r} is given by {other.id} and by {row.id}.")

@@ -81,6 +81,7 @@ def _item(item: Mapping[str, Any], where: str) -> None:
         "axis": lambda v: type(v) is int,
         "when": lambda v: isinstance(v, _EXPRESSIONS),
         "reference": lambda v: isinstance(v, bool),
+        "alternative": lambda v: isinstance(v, bool),
     }
     for key in ("layout", "name", "reason", "class", "check"):
         checks[key] = lambda v: isinstance(v, str)
@@ -101,5 +102,16 @@ def _rows(tree: Mapping[str, Any], where: str) -> None:
                 _want(_all(inner, *_EXPRESSIONS), f"{place}.shape", inner, "a list of expressions")
             elif name in ("when", "rope", "parallel"):
                 _want(isinstance(inner, _EXPRESSIONS), f"{place}.{name}", inner, "an expression")
+            elif name in ("norm", "linear"):
+                _want(isinstance(inner, bool), f"{place}.{name}", inner, "true or false")
+            elif name == "to":
+                _operations(inner, f"{place}.to")
             elif name in _ROW_TEXTS or isinstance(inner, (list, dict, int, float)):
                 _want(isinstance(inner, str) or inner is False, f"{place}.{name}", inner, "a text")
+
+
+def _operations(value: Any, where: str) -> None:
+    _want(isinstance(value, dict), where, value, "a table of layouts")
+    for layout, operations in value.items():
+        good = _all(operations, dict) and all(isinstance(o.get("op"), str) for o in operations)
+        _want(good, f"{where}.{layout}", operations, 'a list of operations, [{ op = "…" }]')

@@ -1,0 +1,78 @@
+"""One logical tensor brought from the way a source stores it to the way another layout does.
+
+The transform follows from the two layouts' conventions: rotary order, zero-centred norms, and the named operations of
+the row. Types are cast last; what is block-quantised is widened first, unless blocks may stay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from convert.dtypes import DTYPES
+from convert.layout import Dims, Key
+from convert.match import values
+from convert.source import Cast, RopePermuted, Source
+from convert.table import MappingTable, TensorRow
+from convert.transforms import OPERATIONS, shift
+
+if TYPE_CHECKING:
+    from convert.checkpoint import Checkpoint
+
+
+def logical_source(
+    opened: Checkpoint, key: Key, shape: tuple[int, ...], *, table: MappingTable, layout: str, dtype: str | None
+) -> Source:
+    """A logical tensor of ``opened`` as ``layout`` (conventions of ``table``) stores it, in canonical orientation.
+
+    Args:
+        opened: A checkpoint that has matched its table.
+        key: Row and layer.
+        shape: The logical shape.
+        table: The target's table.
+        layout: The target's layout.
+        dtype: Canonical type, or None to keep the source's.
+    """
+    matched = opened.match
+    source = matched.logical.get(key)
+    if source is None:
+        pair = matched.tied_pair()
+        assert pair and key == pair[0], key
+        source = matched.logical[pair[1]]
+    row = table.rows[key[0]]
+    steps = _value_steps(opened, row, table, layout)
+    if DTYPES[source.dtype].is_quantized and (layout != "gguf" or steps):
+        wanted = dtype or "F16"
+        source = values(source, "F32" if steps or wanted == "F64" else wanted)
+    if row.rope is not None and opened.pairing != table.convention_of(layout, "rope"):
+        heads = int(opened.dims.value(row.rope, key[1]))
+        to = table.convention_of(layout, "rope")
+        source = RopePermuted(source, head_dim=shape[0] // heads, to=to)
+    for step in steps:
+        source = step(source, opened.dims, key[1])
+    return Cast(source, dtype) if dtype and source.dtype != dtype else source
+
+
+def _value_steps(opened: Checkpoint, row: TensorRow, table: MappingTable, layout: str) -> list[Any]:
+    """What happens to the values: back to the hub by the source's operations, on by the target's, norms shifted."""
+    if opened.layout == layout:
+        return []
+    steps: list[Any] = [_operation(o, inverse=True) for o in reversed(row.to.get(opened.layout, ()))]
+    steps += [_operation(o, inverse=False) for o in row.to.get(layout, ())]
+    have, want = opened.table.convention_of(opened.layout, "norm"), table.convention_of(layout, "norm")
+    if row.norm and have != want:
+        delta = 1.0 if want == "plain" else -1.0
+        steps.append(lambda source, dims, layer: shift(source, delta))
+    return steps
+
+
+def _operation(spec: Any, *, inverse: bool) -> Any:
+    from convert.expr import Expr
+
+    operation = OPERATIONS[spec["op"]]
+    function = operation.inverse if inverse else operation.forward
+
+    def apply(source: Source, dims: Dims, layer: int | None) -> Source:
+        arguments = {k: int(dims.value(Expr(v, spec["op"]), layer)) for k, v in spec.items() if k != "op"}
+        return function(source, **arguments)
+
+    return apply
