@@ -96,7 +96,12 @@ def _gguf_request(to: str, dtype: str | None, options: dict[str, Any]) -> GgufRe
             "--dtype does not apply to a GGUF file, whose tensors have types of ggml.",
             hint="Use --type: f32, f16, bf16, q8_0, q4_k_m …",
         )
-    return GgufRequest(**chosen)
+    request = GgufRequest(**chosen)
+    if to == "gguf" and request.type != "auto":
+        from convert.mixtures import mixture
+
+        mixture(request.type)  # a misspelt type is told before anything is opened
+    return request
 
 
 def convert_checkpoint(

@@ -68,6 +68,7 @@ def arrange(plan: ConversionPlan, chosen: Chosen) -> None:
     entries = [Entry(name, source.dtype, shape) for name, shape, source in tensors]
     choices, file_type = _types(plan, entries)
     _note_choices(plan, entries, choices)
+    _note_window(plan)
     entries = [Entry(c.name, c.dtype, e.shape) for c, e in zip(choices, entries, strict=True)]
     values = metadata(plan, entries, file_type=file_type)
     limit = plan.request.gguf.split_max_size
@@ -92,6 +93,16 @@ def _rope_divisors(plan: ConversionPlan) -> Computed | None:
         return None
     head_dim = int(Dims(plan.table, plan.config)["hd"])
     return Computed(np.array(rope.divisors(settings, head_dim), np.float32), "F32")
+
+
+def _note_window(plan: ConversionPlan) -> None:
+    """A window over all layers is a key that llama.cpp does not heed (run and compared: it attends to everything)."""
+    window = plan.config.get("sliding_window")
+    if window and not plan.config.get("layer_types") and window < plan.config["max_position_embeddings"]:
+        plan.notes.append(
+            f"sliding_window = {window:,}: llama.cpp attends to all positions of this architecture, so its answers "
+            "differ on longer texts"
+        )
 
 
 # ---- types -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,16 @@ def test_linear_scaling(tmp_path):
     out = export(made, tmp_path / "a.gguf")
     check(out, made, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": made.shape.theta})
     assert np.abs(logprobs(out, ids(made), threads=1) - expected(made))[-1].max() > 0.01
+
+
+def test_a_window_that_llama_cpp_does_not_heed_is_noted(tmp_path):
+    made = make_hf(tmp_path / "source", "gqa8", tokenizer=True)
+    config = json.loads((made.path / "config.json").read_text())
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
+    (made.path / "config.json").write_text(json.dumps(config))
+    summary = convert.convert_checkpoint(made.path, tmp_path / "a.gguf", to="gguf", type="f32")
+    assert any("sliding_window = 32" in note and "attends to all" in note for note in summary.notes)
+    check(tmp_path / "a.gguf", made)  # 128 tokens, and full attention
 
 
 def test_a_padded_vocabulary_and_none(tmp_path):

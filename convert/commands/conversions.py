@@ -184,8 +184,10 @@ class _Outcome:
 def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, quiet: bool) -> _Outcome:
     import shlex
 
-    made_at = plan.main_path(out)
-    hint = f"verify it on the CPU: convert verify {shlex.quote(str(plan.source.path))} {shlex.quote(str(made_at))}"
+    source, made_at = shlex.quote(str(plan.source.path)), plan.main_path(out)
+    hint = f"verify it on the CPU: convert verify {source} {shlex.quote(str(made_at))}"
+    if plan.single_file:
+        hint += f"; in llama.cpp: convert verify {shlex.quote(str(made_at))} {source} --engine llama.cpp"
     if mode == "never":
         return _Outcome()
     device = "auto"
