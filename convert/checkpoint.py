@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
-from convert.detect import detect, known, stated_family
+from convert.detect import detect, known, score, stated_family
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import record_of
@@ -23,7 +23,7 @@ from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
 from convert.opening import find_config, hub_config
 from convert.source import FilePool, Source
-from convert.table import MappingTable
+from convert.table import MappingTable, families, load_table
 
 if TYPE_CHECKING:
     from convert.match import Match
@@ -102,6 +102,11 @@ class Checkpoint:
     def dtype(self) -> str:
         """The type that most bytes of the weights have."""
         return _common_type(self.tensors)
+
+    @property
+    def norm(self) -> str:
+        """How norm weights are stored: ``plain`` or ``zero_centered``."""
+        return self.table.convention_of(self.layout, "norm")
 
     @cached_property
     def dims(self) -> Dims:
@@ -184,7 +189,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     table = _names_table(chosen, record, notes)
     if table is not None and chosen.family and chosen.family != table.family:
         raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
-    tensors = _hf_prefix(_common_first_part(tensors, table, notes), notes)
+    tensors = _aliased(_common_first_part(tensors, table, notes), table, raw, notes)
     table, layout = detect(
         tensors,
         raw or None,
@@ -298,12 +303,29 @@ def _gather(containers: list[Container]) -> dict[str, list[TensorSpec]]:
     return tensors
 
 
-def _hf_prefix(tensors: dict[str, list[TensorSpec]], notes: list[str]) -> dict[str, list[TensorSpec]]:
-    """A base model saved without its wrapper lacks the ``model.`` in front (pains L5)."""
-    if "embed_tokens.weight" not in tensors:
-        return tensors
-    notes.append("the names lack Hugging Face's leading 'model.'; it was added")
-    return {n if n.startswith("lm_head.") else f"model.{n}": specs for n, specs in tensors.items()}
+def _aliased(
+    tensors: dict[str, list[TensorSpec]],
+    table: MappingTable | None,
+    config: Mapping[str, Any] | None,
+    notes: list[str],
+) -> dict[str, list[TensorSpec]]:
+    """Names that begin in another way in some files (``[[alias]]`` of a table).
+
+    A base model saved without its wrapper lacks the ``model.`` in front (pains L5); a multimodal one has more of it.
+    """
+    kind = (config or {}).get("model_type")
+    tables = [table] if table else [load_table(f) for f in families()]
+    tables = [t for t in tables if kind in t.model_types] or tables
+    for rule in (a for t in tables for a in t.alias):
+        hits = [n for n in tensors if n.startswith(rule.found)]
+        if not hits:
+            continue
+        renamed = {(rule.name + n[len(rule.found) :] if n in hits else n): specs for n, specs in tensors.items()}
+        best = max(tables, key=lambda t: score(t, rule.layout, renamed))
+        if len(renamed) == len(tensors) and score(best, rule.layout, renamed) > score(best, rule.layout, tensors):
+            notes.append(f"names begin with {rule.found!r} where {rule.name!r} is usual ({len(hits)} tensors)")
+            return renamed
+    return tensors
 
 
 def _record(found: Found) -> dict[str, Any]:

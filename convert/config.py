@@ -17,6 +17,7 @@ from convert import rope
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.expr import Expr
+from convert.normalisers import NORMALISERS
 from convert.table import MappingTable
 
 Config = dict[str, Any]
@@ -91,9 +92,10 @@ def to_hub(
     """
     raw = raw["model"] if layout == "meta" and isinstance(raw.get("model"), Mapping) else raw
     if layout == "hf":
-        hub = {k: v for k, v in raw.items() if v is not None}
+        raw = _normalised(table, {k: v for k, v in raw.items() if v is not None})
+        hub = dict(raw)
     else:
-        hub = _renamed(table, layout, raw)
+        hub = _normalised(table, _renamed(table, layout, raw))
     _check_numbers(table, hub)
     defaults = table.defaults.get(layout, {})
     theta = float(defaults.get("rope_theta", 10000.0))
@@ -106,6 +108,12 @@ def to_hub(
     if layout == "meta" and int(hub.get("vocab_size", -1)) <= 0:
         hub.pop("vocab_size", None)
     return with_rope(hub, settings)
+
+
+def _normalised(table: MappingTable, config: Config) -> Config:
+    for name in table.normalise:
+        config = NORMALISERS[name](config)
+    return config
 
 
 def _default(value: Any, known: Mapping[str, Any], where: str) -> Any:

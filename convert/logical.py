@@ -65,6 +65,13 @@ def _value_steps(opened: Checkpoint, row: TensorRow, table: MappingTable, layout
     return steps
 
 
+def undo_operations(opened: Checkpoint, row: TensorRow, layer: int | None, source: Source) -> Source:
+    """A stored tensor with what its layout's named operations did undone."""
+    for spec in reversed(row.to.get(opened.layout, ())):
+        source = _operation(spec, inverse=True)(source, opened.dims, layer)
+    return source
+
+
 def _operation(spec: Any, *, inverse: bool) -> Any:
     from convert.expr import Expr
 

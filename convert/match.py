@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from convert import rope, shapes, tying
+from convert import shapes, tying
 from convert.errors import Problem
 from convert.formats.spec import TensorSpec
 from convert.layout import Dims, Key, Slot, expand, row_shape
 from convert.replicas import collapse
-from convert.source import Joined, Rows, Source, StridedSource, open_source
-from convert.table import MappingTable, load_table
+from convert.rotary_buffers import check_frequencies
+from convert.source import Joined, Rows, Source, open_source
+from convert.table import MappingTable, TensorRow, load_table
 from convert.transforms import Slice, Stacked, transposed
 
 if TYPE_CHECKING:
@@ -95,7 +94,14 @@ class Match:
             name = table.rows[row_id].names["scratch"]
             if layer is not None:
                 name = (table.prefix["scratch"] + name).replace("{l}", str(layer))
-            yield name, values(source)
+            yield name, as_reference(self.checkpoint, table.rows[row_id], layer, source)
+
+
+def as_reference(checkpoint: Checkpoint, row: TensorRow, layer: int | None, source: Source) -> Source:
+    """A stored tensor in plain values, the row's named operations undone; rotary order and norms stay as stored."""
+    from convert.logical import undo_operations
+
+    return undo_operations(checkpoint, row, layer, values(source))
 
 
 def values(source: Source, dtype: str = "F32") -> Source:
@@ -353,7 +359,7 @@ def _leftovers(out: Match, used: set[str]) -> None:
         if rule is not None:
             out.ignored.append((name, rule.reason))
             if rule.check:
-                _check_frequencies(out, name, specs[0], rule.check)
+                check_frequencies(out, name, specs[0], rule.check)
             continue
         out.problems.append(
             Problem(
@@ -364,33 +370,4 @@ def _leftovers(out: Match, used: set[str]) -> None:
                 found=list(specs[0].shape),
                 hint="Another architecture, a head for another task, or a layer more than the config says.",
             )
-        )
-
-
-def _check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> None:
-    """Stored rotary tables are dropped, but they tell which theta the model was made with."""
-    if not spec.type.is_float or 0 in spec.shape or spec.nbytes > 1 << 30:
-        return
-    from convert.cast import to_float32
-
-    source = open_source(spec, out.checkpoint.pool)
-    wanted = np.array(
-        rope.inverse_frequencies(out.checkpoint.config["rope_parameters"], int(out.checkpoint.dims["hd"]))
-    )
-    if kind == "cos":
-        if len(spec.shape) != 2 or spec.shape[0] < 2 or isinstance(source, StridedSource):
-            return
-        found = to_float32(source.read(1, 2), spec.dtype).reshape(-1)
-        wanted = np.cos(np.concatenate([wanted, wanted]))
-    else:
-        found = to_float32(source.read(0, source.shape[0]), spec.dtype).reshape(-1)
-    # Meta's and old Hugging Face files hold unscaled frequencies, in up to bfloat16's precision.
-    plain = np.array(
-        rope.inverse_frequencies({**out.checkpoint.config["rope_parameters"], "rope_type": "default"}, 2 * len(found))
-    )
-    fits = [w for w in (wanted, plain) if w.shape == found.shape and np.allclose(w, found, rtol=1e-2, atol=1e-6)]
-    if not fits:
-        theta = out.checkpoint.config["rope_theta"]
-        out.notes.append(
-            f"{name} does not agree with rope_theta = {theta:g}; it is dropped, but the config may be wrong"
         )

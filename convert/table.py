@@ -125,6 +125,15 @@ class Ignore:
 
 
 @dataclass(frozen=True, slots=True)
+class Alias:
+    """Another beginning that a layout's names have in some files: ``found`` is replaced by ``name`` on reading."""
+
+    layout: str
+    found: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """Something a layout cannot hold, with the sentence that says why."""
 
@@ -160,6 +169,8 @@ class MappingTable:
     classes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     template: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    normalise: tuple[str, ...] = ()
+    alias: tuple[Alias, ...] = ()
     names_file: str | None = None
     names: Mapping[str, Any] | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -228,6 +239,8 @@ def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None)
         classes=raw.get("classes", {}),
         sizes=raw.get("sizes", {}),
         template=raw.get("template", {}),
+        normalise=tuple(raw.get("normalise", ())),
+        alias=tuple(_item(Alias, x, source, "alias") for x in raw.get("alias", ())),
         names_file=names_file,
         raw=raw,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from convert.errors import TableError
+from convert.normalisers import NORMALISERS
 from convert.transforms import OPERATIONS
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ def check_table(table: MappingTable) -> None:
                         f"{source}: {row.id}: to.{layout}: {operation.get('op')!r} is no operation.",
                         hint=f"Operations: {', '.join(OPERATIONS)}.",
                     )
+    for name in table.normalise:
+        if name not in NORMALISERS:
+            raise TableError(
+                f"{source}: normalise: {name!r} is no normaliser.", hint=f"Normalisers: {', '.join(NORMALISERS)}."
+            )
     for key, row_id in table.presence.items():
         if row_id not in table.rows:
             raise TableError(f"{source}: presence.{key}: {row_id!r} is no row.")

@@ -25,9 +25,9 @@ _TOP_KEYS = frozenset(
         "config",
     }
     | {"defaults", "presence", "prefix", "convention", "top", "block", "fused", "ignore", "refuse", "classes", "sizes"}
-    | {"template"}
+    | {"template", "normalise", "alias"}
 )
-_LISTS = ("fused", "ignore", "refuse")
+_LISTS = ("fused", "ignore", "refuse", "alias")
 _MAX_EXTENDS = 2
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from convert.errors import TableError
 
 _TEXTS = ("family", "title", "extends", "gguf_arch", "reference")
-_LISTS_OF_TEXTS = ("model_types", "architectures", "layouts")
+_LISTS_OF_TEXTS = ("model_types", "architectures", "layouts", "normalise")
 _MAPS = ("dims", "config", "defaults", "presence", "convention", "top", "block", "classes", "sizes", "template")
 _MAPS_OF_MAPS = ("config", "defaults", "classes", "sizes", "template")
-_LISTS_OF_MAPS = ("fused", "ignore", "refuse")
+_LISTS_OF_MAPS = ("fused", "ignore", "refuse", "alias")
 _ROW_TEXTS = ("role", "tied_to")
 _EXPRESSIONS = (str, int, float, bool)
 
@@ -83,7 +83,7 @@ def _item(item: Mapping[str, Any], where: str) -> None:
         "reference": lambda v: isinstance(v, bool),
         "alternative": lambda v: isinstance(v, bool),
     }
-    for key in ("layout", "name", "reason", "class", "check"):
+    for key in ("layout", "name", "reason", "class", "check", "found"):
         checks[key] = lambda v: isinstance(v, str)
     for key, value in item.items():  # an unknown key is named by the loader
         _want(key not in checks or checks[key](value), f"{where}.{key}", value, "of the right type")

@@ -6,7 +6,7 @@ that name in this package. Each such module offers
 * ``Config``: a frozen dataclass with ``from_hf(config, …)``;
 * ``Model``: the ``nn.Module``, with the interface of :class:`ReferenceModel`;
 * ``ROTARY``: what the names of tensors contain whose rows are rotary pairs;
-* ``build(config, *, pairing, tied, names, device)``: a model for a normalised Hugging Face config.
+* ``build(config, *, pairing, norm, tied, names, device)``: a model for a normalised Hugging Face config.
 
 This module imports no torch, names no family, and shares no code with the conversion.
 """
@@ -82,6 +82,7 @@ class ReferenceModule(Protocol):
         config: Mapping[str, Any],
         *,
         pairing: str = "half",
+        norm: str = "plain",
         tied: bool | None = None,
         names: Collection[str] | None = None,
         device: Any = None,

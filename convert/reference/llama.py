@@ -246,6 +246,7 @@ def build(
     config: Mapping[str, Any],
     *,
     pairing: str = "half",
+    norm: str = "plain",
     tied: bool | None = None,
     names: Collection[str] | None = None,
     device: torch.device | str | None = None,
@@ -255,6 +256,7 @@ def build(
     Args:
         config: See :meth:`LlamaConfig.from_hf`.
         pairing: How the stored rows of Q and K pair up.
+        norm: How norm weights are stored; a Llama's are plain in every layout.
         tied: Whether the head is the embedding; unless given, as the config says.
         names: Names (from-scratch) of the tensors that will fill the model. Biases among them exist whatever the
             config says (most layouts have no key for them); those the config promises exist in any case, so

@@ -35,12 +35,14 @@ class Opened(Protocol):
         config: The normalised Hugging Face config.
         table: Its ``reference`` names the module of the reference model.
         pairing: How the stored rows of Q and K pair up: ``half`` or ``interleaved``.
+        norm: How norm weights are stored: ``plain`` or ``zero_centered``.
         tied: Whether the head is the embedding.
     """
 
     config: Mapping[str, Any]
     table: Any
     pairing: str
+    norm: str
     tied: bool
 
     def reference_tensors(self) -> Iterable[tuple[str, Source]]:
@@ -67,7 +69,14 @@ def load_reference(ckpt: Opened, *, device: torch.device | str = "cpu", dtype: t
     module = reference_for(ckpt.table.reference)
     # A head that is stored runs as stored, even where the checkpoint calls it tied.
     tied = "out_head.weight" not in names and ckpt.tied
-    model: Any = module.build(ckpt.config, pairing=ckpt.pairing, tied=tied, names=names, device="meta")
+    model: Any = module.build(
+        ckpt.config,
+        pairing=ckpt.pairing,
+        norm=ckpt.norm,
+        tied=tied,
+        names=names,
+        device="meta",
+    )
     fill(model, pairs, device=device, dtype=dtype)
     return model.eval()
 

@@ -91,6 +91,7 @@ class StandIn:
     config: dict[str, Any]
     state: Tensors
     pairing: str = "half"
+    norm: str = "plain"
     tied: bool = False
     layout: str = "hf"
     family: str = "llama"

@@ -1,0 +1,78 @@
+"""Registered functions that bring what differs between versions of a config into one form before tables see it.
+
+A table names those it needs in ``normalise``; each takes the config as a source's layout spells it (after renaming into
+the hub's keys, RoPE still untouched) and returns the hub's form. They know config keys and no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from convert.errors import ConvertError, Problem
+
+Config = dict[str, Any]
+Normaliser = Callable[[Config], Config]
+
+#: Layer kinds as transformers spells them in ``layer_types``.
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
+
+def text_config(config: Config) -> Config:
+    """The text part of a multimodal config, with the root's token ids and tie flag where the text part is silent."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
+    out = {k: v for k, v in inner.items() if v is not None}
+    for key in shared:
+        if config.get(key) is not None:
+            out.setdefault(key, config[key])
+    return out
+
+
+def layer_types_from_pattern(config: Config) -> Config:
+    """``layer_types`` from the period that older versions state (every n-th layer is a full one)."""
+    if config.get("layer_types"):
+        return _checked(config)
+    period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    layers = config.get("num_hidden_layers")
+    if not isinstance(period, int) or not isinstance(layers, int) or period < 1:
+        return config
+    kinds = [FULL if (i + 1) % period == 0 else SLIDING for i in range(layers)]
+    return {**config, "layer_types": kinds}
+
+
+def layer_types_from_interval(config: Config) -> Config:
+    """``layer_types`` of models that mix linear and full attention, from ``full_attention_interval``."""
+    if config.get("layer_types"):
+        return _checked(config)
+    interval = config.get("full_attention_interval")
+    layers = config.get("num_hidden_layers")
+    if not isinstance(interval, int) or not isinstance(layers, int) or interval < 1:
+        return config
+    kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)]
+    return {**config, "layer_types": kinds}
+
+
+def _checked(config: Config) -> Config:
+    kinds, layers = config["layer_types"], config.get("num_hidden_layers")
+    if not isinstance(kinds, list) or (isinstance(layers, int) and len(kinds) != layers):
+        found = len(kinds) if isinstance(kinds, list) else kinds
+        raise ConvertError(
+            Problem(
+                "config",
+                f"layer_types has {found} entries for {layers} layers.",
+                found=found,
+                wanted=layers,
+                hint="One entry per layer; the config is damaged or of another model.",
+            )
+        )
+    return config
+
+
+NORMALISERS: dict[str, Normaliser] = {
+    "text_config": text_config,
+    "layer_types_from_pattern": layer_types_from_pattern,
+    "layer_types_from_interval": layer_types_from_interval,
+}
