@@ -7,6 +7,7 @@ half-written is left under the target's name. What is written into it is :mod:`c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,9 @@ from pathlib import Path
 from convert.errors import ConvertError, Problem, UsageError
 from convert.plan import ConversionPlan
 from convert.platform import lock_file, sync_folder
+
+#: Held by the run that writes into a partial folder.
+LOCK_NAME = ".lock"
 
 
 def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool, force: bool = False) -> None:
@@ -23,6 +27,10 @@ def check_target(plan: ConversionPlan, out: Path, *, overwrite: bool, force: boo
         UsageError: It exists and ``overwrite`` is not given, or it is the source.
         ConvertError: The disk is too full.
     """
+    try:
+        out.resolve()
+    except (OSError, RuntimeError):  # Python before 3.13 raises RuntimeError for links that go in circles
+        raise UsageError(f"{out} is a link that leads nowhere.", hint="Choose another output.") from None
     if plan.single_file:
         _check_files(plan, out, overwrite=overwrite)
     else:
@@ -92,7 +100,10 @@ def _refuse_foreign(plan: ConversionPlan, out: Path) -> None:
 
     known = {f.name for f in plan.files} | set(plan.sidecars) | {RECORD_NAME, *CONFIG_NAMES, *INDEX_NAMES}
     harmless = (".json", ".txt", ".model", ".jinja", ".md", *SUFFIXES)
-    foreign = [p.name for p in out.iterdir() if p.is_dir() or (p.name not in known and p.suffix not in harmless)]
+    inside = list(out.iterdir())
+    foreign = [p.name for p in inside if p.is_dir() or (p.name not in known and p.suffix not in harmless)]
+    if not any(p.name in known or p.suffix in SUFFIXES for p in inside):  # notes are harmless beside weights only
+        foreign = [p.name for p in inside]
     if foreign:
         raise UsageError(
             f"{out} holds more than a checkpoint ({', '.join(sorted(foreign)[:5])}); --overwrite does not replace it.",
@@ -120,6 +131,7 @@ class Claim:
 
     Raises:
         ConvertError: Another run is writing the same output.
+        UsageError: Something that is no conversion's lies where the partial folder belongs.
     """
 
     def __init__(self, out: Path, *, single: bool) -> None:
@@ -127,9 +139,14 @@ class Claim:
         self.single = single
         self.folder = self.out.with_name(self.out.name + ".partial")
         missing = [p for p in self.out.parents if not p.exists()]
+        if not _ours(self.folder):
+            raise UsageError(
+                f"{self.folder} is in the way, and no conversion left it there.",
+                hint="Rename it or remove it yourself.",
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._made = missing
-        self._lock = self.folder / ".lock"
+        self._lock = self.folder / LOCK_NAME
         self._fd = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
         if not lock_file(self._fd) or not _same_file(self._fd, self._lock):
             os.close(self._fd)
@@ -147,6 +164,9 @@ class Claim:
 
     def abandon(self) -> None:
         """Leave nothing behind, neither the partial folder nor folders that were made to hold it."""
+        for path in self.folder.glob("*"):  # the lock goes last: what lies here without one is somebody else's
+            if path != self._lock:
+                remove(path)
         self._release()
         remove(self.folder)
         for parent in self._made:
@@ -179,8 +199,8 @@ class Claim:
         self.folder.rmdir()
 
     def _replace_folder(self) -> None:
-        old = self.out.with_name(self.out.name + ".replaced")
-        remove(old)
+        names = (f"{self.out.name}.replaced{number or ''}" for number in itertools.count())
+        old = next(path for path in map(self.out.with_name, names) if not os.path.lexists(path))
         os.replace(self.out, old)
         try:
             os.replace(self.folder, self.out)
@@ -189,6 +209,22 @@ class Claim:
                 os.replace(old, self.out)
             raise
         remove(old)
+
+
+def _ours(folder: Path) -> bool:
+    """Whether a partial folder may be cleared: there is none, it is empty, or a conversion was killed in it.
+
+    Such a folder holds the lock, or, killed between the last check and the rename, a complete output with its record.
+    """
+    from convert.locate import RECORD_NAME
+
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        return False
+    try:
+        inside = os.listdir(folder)
+    except FileNotFoundError:  # not there, or just renamed by the run that made it
+        return True
+    return not inside or any(name == LOCK_NAME or name.endswith(RECORD_NAME) for name in inside)
 
 
 def _same_file(fd: int, path: Path) -> bool:

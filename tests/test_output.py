@@ -273,3 +273,52 @@ def test_claims_of_many_threads(tmp_path):
     assert len(got) == 1 and len(refused) == 7
     got[0].abandon()
     assert not names(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["folder", "file", "link"])
+def test_what_lies_where_the_partial_folder_belongs_is_not_cleared_away(plan, tmp_path, how):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "model.bin").write_bytes(b"half a download")
+    place = tmp_path / "out.partial"
+    if how == "file":
+        place.write_bytes(b"half a download")
+    else:
+        theirs.rename(place) if how == "folder" else place.symlink_to(theirs)
+    kept = place if how == "file" else place / "model.bin"
+    with pytest.raises(UsageError, match="in the way"):
+        run(plan, tmp_path / "out")
+    assert kept.read_bytes() == b"half a download" and not (tmp_path / "out").exists()
+
+
+def test_a_run_killed_before_the_rename_is_cleared_away(plan, tmp_path):
+    run(plan, tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "out.partial")  # complete, its lock released
+    run(plan, tmp_path / "out")
+    assert names(tmp_path) == {"source", "out"}
+
+
+def test_a_folder_called_replaced_is_kept(plan, tmp_path):
+    (tmp_path / "out.replaced").mkdir()
+    (tmp_path / "out.replaced" / "thesis.txt").write_bytes(b"work")
+    run(plan, tmp_path / "out")
+    run(plan, tmp_path / "out", overwrite=True)
+    assert names(tmp_path) == {"source", "out", "out.replaced"}
+    assert (tmp_path / "out.replaced" / "thesis.txt").read_bytes() == b"work"
+
+
+def test_overwrite_does_not_replace_a_folder_of_notes(plan, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "diary.md").write_bytes(b"work")
+    (out / "data.json").write_bytes(b"{}")
+    with pytest.raises(UsageError, match="more than a checkpoint"):
+        run(plan, out, overwrite=True)
+    assert names(out) == {"diary.md", "data.json"}
+
+
+def test_links_that_go_in_circles(plan, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "out")
+    with pytest.raises((UsageError, OSError)):
+        run(plan, tmp_path / "out", overwrite=True)
+    assert names(tmp_path) == {"source", "out"}
