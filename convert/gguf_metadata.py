@@ -22,6 +22,7 @@ from convert.layout import Dims
 from convert.model_card import many, one, read_card
 from convert.plan import ConversionPlan, Request
 from convert.record import carried, head_hash
+from convert.table import Metadata
 
 #: ``general.quantization_version``: of ggml's block types, 2 since 2023 (GGML_QNT_VERSION).
 QUANTIZATION_VERSION = 2
@@ -218,7 +219,18 @@ def _architecture(plan: ConversionPlan, arch: str) -> dict[str, Value]:
     if settings["rope_type"] == "linear":
         out[f"{arch}.rope.scaling.type"] = Str("linear")
         out[f"{arch}.rope.scaling.factor"] = F32(float(settings["factor"]))
+    for item in table.metadata:
+        if item.when is None or dims.value(item.when):
+            out[item.key.replace("{arch}", arch)] = _computed(item, dims)
     return out
+
+
+def _computed(item: Metadata, dims: Dims) -> Value:
+    """The value of a ``[[metadata]]`` entry."""
+    cast = {"f32": float, "bool": bool, "str": str}.get(item.type, int)
+    if item.each:
+        return Array(item.type, [cast(dims.value(item.value, layer)) for layer in range(dims.n_layers)])
+    return Value(item.type, cast(dims.value(item.value)))
 
 
 def _derived(dims: Dims, key: str) -> Any:

@@ -134,6 +134,25 @@ class Alias:
 
 
 @dataclass(frozen=True, slots=True)
+class Metadata:
+    """A GGUF key whose value is computed: a scalar, or with ``each`` one value per layer.
+
+    Attributes:
+        key: May contain ``{arch}``.
+        type: ``u32``, ``f32``, ``bool``, ``str`` … (the element's type with ``each``).
+        value: An expression over the dims.
+        when: Whether the key is written.
+        each: One value per layer, as an array.
+    """
+
+    key: str
+    type: str
+    value: Expr
+    when: Expr | None = None
+    each: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """Something a layout cannot hold, with the sentence that says why."""
 
@@ -171,6 +190,7 @@ class MappingTable:
     template: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     normalise: tuple[str, ...] = ()
     alias: tuple[Alias, ...] = ()
+    metadata: tuple[Metadata, ...] = ()
     names_file: str | None = None
     names: Mapping[str, Any] | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -241,6 +261,7 @@ def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None)
         template=raw.get("template", {}),
         normalise=tuple(raw.get("normalise", ())),
         alias=tuple(_item(Alias, x, source, "alias") for x in raw.get("alias", ())),
+        metadata=tuple(_metadata(x, source) for x in raw.get("metadata", ())),
         names_file=names_file,
         raw=raw,
     )
@@ -315,6 +336,13 @@ def _item(kind: type, value: Mapping[str, Any], source: str, section: str) -> An
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
     except TypeError as error:
         raise TableError(f"{source}: [[{section}]] {dict(value)}: {str(error).split('() ')[-1]}.") from None
+
+
+def _metadata(value: Mapping[str, Any], source: str) -> Metadata:
+    where = f"{source}: [[metadata]] {value.get('key')!r}"
+    expressions = {k: Expr(v, where) for k, v in value.items() if k in ("value", "when")}
+    found: Metadata = _item(Metadata, {**value, **expressions}, source, "metadata")
+    return found
 
 
 def _refuse(value: Mapping[str, Any], source: str) -> Refuse:

@@ -27,6 +27,7 @@ def check_table(table: MappingTable) -> None:
     expressions += [
         e for row in table.rows.values() for e in (*row.shape, *row.when, *((row.rope,) if row.rope else ()))
     ]
+    expressions += [e for m in table.metadata for e in (m.value, m.when) if e is not None]
     for expr in [*expressions, *(r.when for r in table.refuse)]:
         unknown = sorted(expr.names - known)
         if unknown:

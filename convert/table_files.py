@@ -25,9 +25,9 @@ _TOP_KEYS = frozenset(
         "config",
     }
     | {"defaults", "presence", "prefix", "convention", "top", "block", "fused", "ignore", "refuse", "classes", "sizes"}
-    | {"template", "normalise", "alias"}
+    | {"template", "normalise", "alias", "metadata"}
 )
-_LISTS = ("fused", "ignore", "refuse", "alias")
+_LISTS = ("fused", "ignore", "refuse", "alias", "metadata")
 _MAX_EXTENDS = 2
 
 

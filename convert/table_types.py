@@ -11,7 +11,7 @@ _TEXTS = ("family", "title", "extends", "gguf_arch", "reference")
 _LISTS_OF_TEXTS = ("model_types", "architectures", "layouts", "normalise")
 _MAPS = ("dims", "config", "defaults", "presence", "convention", "top", "block", "classes", "sizes", "template")
 _MAPS_OF_MAPS = ("config", "defaults", "classes", "sizes", "template")
-_LISTS_OF_MAPS = ("fused", "ignore", "refuse", "alias")
+_LISTS_OF_MAPS = ("fused", "ignore", "refuse", "alias", "metadata")
 _ROW_TEXTS = ("role", "tied_to")
 _EXPRESSIONS = (str, int, float, bool)
 
@@ -82,8 +82,10 @@ def _item(item: Mapping[str, Any], where: str) -> None:
         "when": lambda v: isinstance(v, _EXPRESSIONS),
         "reference": lambda v: isinstance(v, bool),
         "alternative": lambda v: isinstance(v, bool),
+        "each": lambda v: isinstance(v, bool),
+        "value": lambda v: isinstance(v, _EXPRESSIONS),
     }
-    for key in ("layout", "name", "reason", "class", "check", "found"):
+    for key in ("layout", "name", "reason", "class", "check", "found", "key", "type"):
         checks[key] = lambda v: isinstance(v, str)
     for key, value in item.items():  # an unknown key is named by the loader
         _want(key not in checks or checks[key](value), f"{where}.{key}", value, "of the right type")
