@@ -22,7 +22,7 @@ def check_table(table: MappingTable) -> None:
 
     source = table.source
     known = COMMON_NAMES | set(table.dims) | set(table.config) | set(table.presence)
-    known |= {k for values in table.defaults.values() for k in values}
+    known |= {k for values in (*table.defaults.values(), *table.template.values()) for k in values}
     expressions = [e for alternatives in table.dims.values() for e in alternatives]
     expressions += [
         e for row in table.rows.values() for e in (*row.shape, *row.when, *((row.rope,) if row.rope else ()))
