@@ -80,8 +80,10 @@ def _check_files(plan: ConversionPlan, out: Path, *, overwrite: bool) -> None:
     if any(_same(path, source) for path in paths for source in plan.source.files):
         raise UsageError(f"{out} is the source itself.", hint="Choose another output.")
     there = [path for path in paths if path.exists()]
-    if there and not overwrite:
-        raise UsageError(f"{there[0]} exists already.", hint="--overwrite replaces it.")
+    # A record without its file (deleted or moved) is in nobody's way.
+    asked = [path for path in there if not path.name.endswith(".gguf.conversion.json")]
+    if asked and not overwrite:
+        raise UsageError(f"{asked[0]} exists already.", hint="--overwrite replaces it.")
     folders = [path for path in there if path.is_dir()]
     if folders:
         raise UsageError(f"{folders[0]} is a folder.", hint="Choose another output.")

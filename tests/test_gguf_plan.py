@@ -282,6 +282,8 @@ def test_what_is_in_the_way_is_not_replaced(tmp_path):
     with pytest.raises(UsageError, match="exists already"):
         convert.convert_checkpoint(made.path, tmp_path / "n.gguf", to="gguf")
     convert.convert_checkpoint(made.path, tmp_path / "n.gguf", to="gguf", overwrite=True)
+    (tmp_path / "n.gguf").unlink()
+    convert.convert_checkpoint(made.path, tmp_path / "n.gguf", to="gguf")  # its record alone is in nobody's way
     with pytest.raises(UsageError, match="--type"):
         convert.plan_conversion(made.path, "gguf", dtype="float16")
     with pytest.raises(UsageError, match="GGUF target"):
