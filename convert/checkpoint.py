@@ -316,14 +316,19 @@ def _aliased(
     kind = (config or {}).get("model_type")
     tables = [table] if table else [load_table(f) for f in families()]
     tables = [t for t in tables if kind in t.model_types] or tables
-    for rule in (a for t in tables for a in t.alias):
-        hits = [n for n in tensors if n.startswith(rule.found)]
-        if not hits:
-            continue
-        renamed = {(rule.name + n[len(rule.found) :] if n in hits else n): specs for n, specs in tensors.items()}
-        best = max(tables, key=lambda t: score(t, rule.layout, renamed))
-        if len(renamed) == len(tensors) and score(best, rule.layout, renamed) > score(best, rule.layout, tensors):
-            notes.append(f"names begin with {rule.found!r} where {rule.name!r} is usual ({len(hits)} tensors)")
+    plain = max((score(t, x, tensors) for t in tables for x in t.layouts), default=0.0)
+    for found in tables:
+        for layout in {rule.layout: None for rule in found.alias}:
+            rules = [rule for rule in found.alias if rule.layout == layout]
+            by_rule = {n: next((r for r in rules if n.startswith(r.found)), None) for n in tensors}
+            renamed = {(n if (r := by_rule[n]) is None else r.name + n[len(r.found) :]): s for n, s in tensors.items()}
+            # Another layout may have names that begin so by right (Meta's `layers.`).
+            if len(renamed) < len(tensors) or score(found, layout, renamed) <= plain:
+                continue
+            for rule in rules:
+                hits = sum(r is rule for r in by_rule.values())
+                if hits:
+                    notes.append(f"names begin with {rule.found!r} where {rule.name!r} is usual ({hits} tensors)")
             return renamed
     return tensors
 
