@@ -25,8 +25,10 @@ _TOP_KEYS = frozenset(
         "config",
     }
     | {"defaults", "presence", "prefix", "convention", "top", "block", "fused", "ignore", "refuse", "classes", "sizes"}
-    | {"template", "normalise", "alias", "metadata"}
+    | {"template", "normalise", "alias", "metadata", "anew"}
 )
+#: What a table may begin `anew`, without what the extended one says.
+_SECTIONS = ("config", "defaults", "presence", "fused", "ignore", "refuse", "classes", "sizes", "template", "alias")
 _LISTS = ("fused", "ignore", "refuse", "alias", "metadata")
 _MAX_EXTENDS = 2
 
@@ -43,6 +45,9 @@ def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
         raise TableError(f"{path.name}: unknown key {unknown[0]!r}.", hint=f"Known: {', '.join(sorted(_TOP_KEYS))}.")
     check_types(raw, path.name)
     base = raw.pop("extends", None)
+    anew = raw.pop("anew", [])
+    if strange := sorted(set(anew) - set(_SECTIONS)):
+        raise TableError(f"{path.name}: anew: {strange[0]!r} is none of {', '.join(_SECTIONS)}.")
     if base is None:
         return raw
     if _depth == _MAX_EXTENDS:
@@ -53,7 +58,8 @@ def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
     parent = beside if beside.is_file() else mappings_dir() / f"{base}.toml"
     if not parent.is_file():
         raise TableError(f"{path.name}: extends {base!r}, but there is no {base}.toml.")
-    return merge(resolve(parent, _depth=_depth + 1), raw)
+    inherited = resolve(parent, _depth=_depth + 1)
+    return merge({k: v for k, v in inherited.items() if k not in anew}, raw)
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from convert.errors import TableError
 
 _TEXTS = ("family", "title", "extends", "gguf_arch", "reference")
-_LISTS_OF_TEXTS = ("model_types", "architectures", "layouts", "normalise")
+_LISTS_OF_TEXTS = ("model_types", "architectures", "layouts", "normalise", "anew")
 _MAPS = ("dims", "config", "defaults", "presence", "convention", "top", "block", "classes", "sizes", "template")
 _MAPS_OF_MAPS = ("config", "defaults", "classes", "sizes", "template")
 _LISTS_OF_MAPS = ("fused", "ignore", "refuse", "alias", "metadata")

@@ -100,6 +100,15 @@ def test_two_levels_of_extends_and_no_third(tmp_path):
         read_table(tmp_path / "three.toml")
 
 
+def test_what_begins_anew_is_not_taken_over(tmp_path):
+    table = read(
+        tmp_path, HEAD + 'anew = ["refuse", "sizes"]\n[[refuse]]\nlayout = "hf"\nwhen = "H > 9"\nreason = "r"\n'
+    )
+    assert [r.reason for r in table.refuse] == ["r"] and not table.sizes and "Llama3Model" in table.classes
+    with pytest.raises(TableError, match="anew: 'blocks' is none of"):
+        read(tmp_path, HEAD + 'anew = ["blocks"]\n')
+
+
 def test_extends_itself_ends(tmp_path):
     with pytest.raises(TableError, match="at most 2 levels"):
         read(tmp_path, 'family = "mine"\nextends = "mine"\n')
