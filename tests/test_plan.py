@@ -62,6 +62,22 @@ def test_what_a_layout_cannot_hold(tmp_path, target, options, said):
     assert len(entries(plan(made.path, "hf"))) == len(made.tensors)  # the control: its own layout holds it
 
 
+@pytest.mark.parametrize("target", ["meta", "scratch", "gguf"])
+def test_another_activation_is_not_dropped(tmp_path, target):
+    """Nowhere but in config.json is there a word for it, and every other loader computes SiLU."""
+    made = make_hf(tmp_path / "m", "gqa8")
+    said = json.loads((made.path / "config.json").read_text())
+    for act, fits in {"gelu": False, "swish": True, "silu": True}.items():
+        (made.path / "config.json").write_text(json.dumps({**said, "hidden_act": act}))
+        if fits:
+            assert len(entries(plan(made.path, target))) == len(made.tensors)
+            continue
+        with pytest.raises(ConvertError, match="SiLU hard-wired"):
+            plan(made.path, target, **({} if target == "gguf" else {"allow_reference": True}))
+        kept = plan(made.path, "hf").sidecars["config.json"]
+        assert isinstance(kept, bytes) and json.loads(kept)["hidden_act"] == act
+
+
 def test_all_reasons_at_once(tmp_path):
     shape = replace(get_shape("hd16"), eps=1e-6)
     made = make_hf(tmp_path / "m", shape, attention_bias=True)
