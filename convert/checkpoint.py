@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
+from convert.choices import require_choice, require_positive
 from convert.detect import detect, known, score, stated_family
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
@@ -23,7 +24,7 @@ from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
 from convert.opening import find_config, hub_config
 from convert.source import FilePool, Source
-from convert.table import MappingTable, families, load_table
+from convert.table import LAYOUTS, MappingTable, families, load_table
 
 if TYPE_CHECKING:
     from convert.match import Match
@@ -56,6 +57,13 @@ class Options:
     tie: str | None = None
     context: int | None = None
     table: MappingTable | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that an option does not have."""
+        require_choice("layout", self.layout, LAYOUTS)
+        require_choice("qk_layout", self.qk_layout, ("meta", "hf"))
+        require_choice("tie", self.tie, ("share", "copy"))
+        require_positive("context", self.context)
 
 
 @dataclass

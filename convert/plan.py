@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.checkpoint import Checkpoint
+from convert.choices import require_choice, require_positive
 from convert.dtypes import DTYPES, dtype
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats import safetensors
@@ -81,6 +82,13 @@ class Request:
     tokenizer_path: str | Path | None = None
     clamp: bool = False
     gguf: GgufRequest = field(default_factory=GgufRequest)
+
+    def __post_init__(self) -> None:
+        """Refuse values that an option does not have."""
+        require_choice("format", self.format, ("safetensors", "pth"))
+        require_choice("tie", self.tie, ("share", "copy"))
+        require_positive("max_shard_size", self.max_shard_size)
+        require_positive("model_parallel", self.model_parallel)
 
 
 @dataclass(slots=True)
@@ -340,8 +348,19 @@ def safetensors_metadata(plan: ConversionPlan) -> dict[str, str]:
 
 
 def request_dtype(name: str | None) -> str | None:
-    """The canonical type for ``--dtype``; None for ``keep``."""
-    return None if name in (None, "keep") else dtype(str(name)).name
+    """The canonical type for ``--dtype``; None for ``keep``.
+
+    Raises:
+        UsageError: Weights cannot be converted to such a type.
+    """
+    if name in (None, "keep"):
+        return None
+    try:
+        found = dtype(str(name)).name
+    except KeyError:
+        found = str(name)
+    require_choice("dtype", found if found in ("F32", "F16", "BF16") else str(name), ("F32", "F16", "BF16"))
+    return found
 
 
 def mapping_summary(plan: ConversionPlan) -> Mapping[str, Any]:
