@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from convert import rope
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.expr import Expr
-from convert.normalisers import NORMALISERS
+from convert.normalisers import MAX_LAYERS, NORMALISERS, PERIODS
 from convert.table import MappingTable
 
 Config = dict[str, Any]
@@ -92,11 +92,11 @@ def to_hub(
     """
     raw = raw["model"] if layout == "meta" and isinstance(raw.get("model"), Mapping) else raw
     if layout == "hf":
-        raw = _normalised(table, {k: v for k, v in raw.items() if v is not None})
+        raw = _normalised(table, layout, {k: v for k, v in raw.items() if v is not None})
         hub = dict(raw)
     else:
-        hub = _normalised(table, _renamed(table, layout, raw))
-    _check_numbers(table, hub)
+        hub = _normalised(table, layout, _renamed(table, layout, raw))
+    _check_values(table, hub)
     defaults = table.defaults.get(layout, {})
     theta = float(defaults.get("rope_theta", 10000.0))
     kept = dict(recorded or {})
@@ -104,13 +104,19 @@ def to_hub(
     for key, value in kept.items():
         hub.setdefault(key, value)
     for key, value in defaults.items():
+        if key in PERIODS and table.normalise:
+            continue  # read by the normalisers
         hub.setdefault(key, _default(value, {**hub, **settings}, f"{table.source}: defaults.{layout}.{key}"))
     if layout == "meta" and int(hub.get("vocab_size", -1)) <= 0:
         hub.pop("vocab_size", None)
     return with_rope(hub, settings)
 
 
-def _normalised(table: MappingTable, config: Config) -> Config:
+def _normalised(table: MappingTable, layout: str, config: Config) -> Config:
+    if not table.normalise:
+        return config
+    stated = table.defaults.get(layout, {})
+    config = {**{key: stated[key] for key in PERIODS if key in stated}, **config}
     for name in table.normalise:
         config = NORMALISERS[name](config)
     return config
@@ -136,22 +142,33 @@ def _renamed(table: MappingTable, layout: str, raw: Mapping[str, Any]) -> Config
     return hub
 
 
-def _check_numbers(table: MappingTable, hub: Mapping[str, Any]) -> None:
-    """Every quantity of the table must be a number in bounds that some machine could hold."""
+#: What the values of a ``[config]`` row's kind are, for messages and checks.
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "flag": ("true or false", lambda v: isinstance(v, bool)),
+    "text": ("text", lambda v: isinstance(v, str)),
+    "texts": ("list of texts", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v)),
+}
+
+
+def _check_values(table: MappingTable, hub: Mapping[str, Any]) -> None:
+    """Every quantity of the table must be a number in bounds that some machine could hold, or of its row's kind."""
     problems = []
-    for key in table.config:
+    for key, row in table.config.items():
         value = hub.get(key)
         if value is None or (key == "vocab_size" and value == -1):
             continue
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or not 0 <= value < 2**40 or (key == "num_hidden_layers" and value > 100_000):
+        what, fits = _KINDS.get(row.kind, ("sensible number", _sensible))
+        if not fits(value) or (key == "num_hidden_layers" and value > MAX_LAYERS):
             problems.append(
-                Problem(
-                    "config", f"the config's {key} is {value!r}, which is no sensible number.", found=value, wanted=key
-                )
+                Problem("config", f"the config's {key} is {value!r}, which is no {what}.", found=value, wanted=key)
             )
     if problems:
         raise ConvertError(problems)
+
+
+def _sensible(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and 0 <= value < 2**40
 
 
 def _rope(layout: str, raw: Mapping[str, Any], hub: Mapping[str, Any], theta: float, recorded: Any) -> rope.Rope:

@@ -12,6 +12,7 @@ from typing import Any
 
 from convert.errors import ConvertError, Problem, TableError
 from convert.expr import Expr, MissingName
+from convert.normalisers import layer_period
 from convert.table import MappingTable, TensorRow
 
 #: A logical tensor: row id and layer (None outside the blocks).
@@ -41,6 +42,8 @@ class Dims:
                 finally:
                     self._active.discard(name)
             value = self.config.get(name)
+            if name == "layer_period" and "layer_types" in self.config:
+                return layer_period(self.config["layer_types"])
             if value is None:
                 raise MissingName(name)
             return value

@@ -16,6 +16,10 @@ Normaliser = Callable[[Config], Config]
 
 #: Layer kinds as transformers spells them in ``layer_types``.
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+#: Defaults of a table that must be known before layer kinds can be told from a period.
+PERIODS = ("sliding_window_pattern", "full_attention_interval")
+#: More layers than any machine could hold; a damaged config must not fill the memory.
+MAX_LAYERS = 100_000
 
 
 def text_config(config: Config) -> Config:
@@ -32,12 +36,19 @@ def text_config(config: Config) -> Config:
 
 
 def layer_types_from_pattern(config: Config) -> Config:
-    """``layer_types`` from the period that older versions state (every n-th layer is a full one)."""
+    """``layer_types`` from the period that older versions state (every n-th layer is a full one), or GGUF's flags.
+
+    The period's keys are taken out: two statements of one thing could come to disagree.
+    """
+    stated = [config.get(key) for key in ("_sliding_window_pattern", "sliding_window_pattern")]
+    config = {k: v for k, v in config.items() if k not in ("_sliding_window_pattern", "sliding_window_pattern")}
     if config.get("layer_types"):
         return _checked(config)
-    period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    period = next((p for p in stated if p), None)
     layers = config.get("num_hidden_layers")
-    if not isinstance(period, int) or not isinstance(layers, int) or period < 1:
+    if isinstance(period, list):  # one flag per layer, as llama.cpp's converter writes for some architectures
+        return _checked({**config, "layer_types": [SLIDING if flag else FULL for flag in period]})
+    if not isinstance(period, int) or not isinstance(layers, int) or period < 1 or not 0 <= layers <= MAX_LAYERS:
         return config
     kinds = [FULL if (i + 1) % period == 0 else SLIDING for i in range(layers)]
     return {**config, "layer_types": kinds}
@@ -49,10 +60,22 @@ def layer_types_from_interval(config: Config) -> Config:
         return _checked(config)
     interval = config.get("full_attention_interval")
     layers = config.get("num_hidden_layers")
-    if not isinstance(interval, int) or not isinstance(layers, int) or interval < 1:
+    if not isinstance(interval, int) or not isinstance(layers, int) or interval < 1 or not 0 <= layers <= MAX_LAYERS:
         return config
     kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)]
     return {**config, "layer_types": kinds}
+
+
+def layer_period(kinds: Any) -> int:
+    """The period ``p`` of layers in which layer ``i`` is a full one if and only if ``i % p == p - 1``; 0 for none.
+
+    It is all that llama.cpp's loaders of most such architectures can be told (facts: gguf.md section 4).
+    """
+    if not isinstance(kinds, (list, tuple)) or not kinds:
+        return 0
+    period = next((i + 1 for i, kind in enumerate(kinds) if kind == FULL), len(kinds) + 1)
+    fits = all((kind == FULL) == (i % period == period - 1) for i, kind in enumerate(kinds))
+    return period if fits and set(kinds) <= {SLIDING, FULL} else 0
 
 
 def _checked(config: Config) -> Config:

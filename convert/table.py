@@ -15,6 +15,7 @@ from typing import Any
 
 from convert.errors import TableError, UsageError
 from convert.expr import Expr
+from convert.layered_rope import RopeKind, read_section
 from convert.resources import mappings_dir
 from convert.table_files import load_toml, resolve
 from convert.table_types import check_types
@@ -25,9 +26,11 @@ CONVENTIONS = {
     "norm": ("plain", "zero_centered"),
     "linear": ("out_in", "in_out"),
 }
-#: Names every table may use in expressions beside its own dims: the layer, and the RoPE settings that
-#: :mod:`convert.rope` brings into one form.
-COMMON_NAMES = frozenset({"l", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
+#: What the values of a config's key may be.
+CONFIG_KINDS = ("number", "flag", "text", "texts")
+#: Names every table may use in expressions beside its own dims: the layer, the period of full layers
+#: (:func:`convert.normalisers.layer_period`), and the RoPE settings that :mod:`convert.rope` brings into one form.
+COMMON_NAMES = frozenset({"l", "layer_period", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
 
 _ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", "parallel", "norm", "linear", "to", *LAYOUTS})
 
@@ -82,12 +85,14 @@ class ConfigRow:
         names: Key per other layout; GGUF's may contain ``{arch}``.
         gguf_type: The value type that the GGUF loader demands (``u32``, ``f32`` …).
         gguf_also: Further GGUF keys that are written with the same value.
+        kind: What its values are: ``number``, ``flag``, ``text`` or ``texts``.
     """
 
     key: str
     names: Mapping[str, str]
     gguf_type: str | None = None
     gguf_also: tuple[str, ...] = ()
+    kind: str = "number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +196,7 @@ class MappingTable:
     normalise: tuple[str, ...] = ()
     alias: tuple[Alias, ...] = ()
     metadata: tuple[Metadata, ...] = ()
+    rope: Mapping[str, RopeKind] = field(default_factory=dict)
     names_file: str | None = None
     names: Mapping[str, Any] | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -262,6 +268,7 @@ def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None)
         normalise=tuple(raw.get("normalise", ())),
         alias=tuple(_item(Alias, x, source, "alias") for x in raw.get("alias", ())),
         metadata=tuple(_metadata(x, source) for x in raw.get("metadata", ())),
+        rope=read_section(raw.get("rope", {}), source),
         names_file=names_file,
         raw=raw,
     )
@@ -319,7 +326,12 @@ def _config_row(key: str, value: Mapping[str, Any], source: str) -> ConfigRow:
     where = f"{source}: config.{key}"
     names: dict[str, str] = {}
     gguf_type, also = None, ()
+    kind = value.get("kind", CONFIG_KINDS[0])
+    if kind not in CONFIG_KINDS:
+        raise TableError(f"{where}: kind {kind!r} is none of {', '.join(CONFIG_KINDS)}.")
     for layout, name in value.items():
+        if layout == "kind":
+            continue
         if layout not in LAYOUTS:
             raise TableError(f"{where}: unknown layout {layout!r}.")
         if isinstance(name, dict):
@@ -328,7 +340,7 @@ def _config_row(key: str, value: Mapping[str, Any], source: str) -> ConfigRow:
             names[layout], gguf_type, also = name["key"], name.get("type"), tuple(name.get("also", ()))
         else:
             names[layout] = name
-    return ConfigRow(key, names, gguf_type, also)
+    return ConfigRow(key, names, gguf_type, also, kind)
 
 
 def _item(kind: type, value: Mapping[str, Any], source: str, section: str) -> Any:
