@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from convert import rope
+from convert import layered_rope, rope
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.expr import Expr
@@ -100,13 +100,14 @@ def to_hub(
     defaults = table.defaults.get(layout, {})
     theta = float(defaults.get("rope_theta", 10000.0))
     kept = dict(recorded or {})
-    settings = _rope(layout, raw, hub, theta, kept.get("rope_parameters"))
+    settings = _rope(table, layout, raw, hub, theta, kept.get("rope_parameters"))
     for key, value in kept.items():
         hub.setdefault(key, value)
+    first = rope.primary(settings)
     for key, value in defaults.items():
         if key in PERIODS and table.normalise:
             continue  # read by the normalisers
-        hub.setdefault(key, _default(value, {**hub, **settings}, f"{table.source}: defaults.{layout}.{key}"))
+        hub.setdefault(key, _default(value, {**hub, **first}, f"{table.source}: defaults.{layout}.{key}"))
     if layout == "meta" and int(hub.get("vocab_size", -1)) <= 0:
         hub.pop("vocab_size", None)
     return with_rope(hub, settings)
@@ -171,7 +172,16 @@ def _sensible(value: Any) -> bool:
     return number and math.isfinite(value) and 0 <= value < 2**40
 
 
-def _rope(layout: str, raw: Mapping[str, Any], hub: Mapping[str, Any], theta: float, recorded: Any) -> rope.Rope:
+def _rope(
+    table: MappingTable, layout: str, raw: Mapping[str, Any], hub: Mapping[str, Any], theta: float, recorded: Any
+) -> rope.Rope:
+    if table.rope:
+        scaling = gguf_rope(raw) if layout == "gguf" else raw.get("rope_scaling")
+        if scaling is not None and not isinstance(scaling, Mapping):
+            raise ConvertError(Problem("rope", f"rope_scaling is {scaling!r}, which is no set of RoPE settings."))
+        context = hub.get("max_position_embeddings")
+        arch = str(raw.get("general.architecture", ""))
+        return layered_rope.read(table.rope, layout, raw, arch=arch, scaling=scaling, context=context)
     if layout == "hf":
         return rope.from_hf(raw, theta)
     if layout == "meta":
@@ -196,7 +206,8 @@ def with_rope(hub: Mapping[str, Any], settings: rope.Rope) -> Config:
     """A hub config with these RoPE settings, and nothing left of other spellings."""
     out = {k: v for k, v in hub.items() if k not in ("rope_scaling", "rope_parameters", "rope_theta", "rope_type")}
     out["rope_parameters"] = settings
-    out["rope_theta"], out["rope_type"] = settings["rope_theta"], settings["rope_type"]
+    first = rope.primary(settings)
+    out["rope_theta"], out["rope_type"] = first["rope_theta"], first["rope_type"]
     return out
 
 
@@ -228,7 +239,8 @@ def to_hf(table: MappingTable, hub: Mapping[str, Any], dtype: str, carried: Mapp
     out |= {k: v for k, v in hub.items() if k not in skip}
     for key in table.presence:
         out.setdefault(key, False)
-    out |= rope.to_hf(hub["rope_parameters"])
+    settings = hub["rope_parameters"]
+    out |= layered_rope.to_hf(table.rope, settings) if table.rope else rope.to_hf(settings)
     name = TORCH_NAMES.get(dtype, "float32")
     out["dtype"] = out["torch_dtype"] = name
     out.setdefault("head_dim", int(hub["hidden_size"]) // int(hub["num_attention_heads"]))
@@ -296,7 +308,11 @@ def to_scratch(
     out: Config = {
         row.names["scratch"]: hub[row.key] for row in table.config.values() if "scratch" in row.names and row.key in hub
     }
-    out |= rope.to_scratch(hub["rope_parameters"], reference=reference)
+    settings = hub["rope_parameters"]
+    if table.rope:
+        out |= layered_rope.to_scratch(table.rope, settings, reference=reference)
+    else:
+        out |= rope.to_scratch(settings, reference=reference)
     out["dtype"] = TORCH_NAMES.get(dtype, "float32")
     name = book_class or next(iter(table.classes), None)
     for key in table.classes.get(name or "", {}).get("drop", ()):

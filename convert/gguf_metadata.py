@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from convert import layered_rope, rope
 from convert.checkpoint import Checkpoint
 from convert.config import read_json
 from convert.errors import ConvertError, Problem, UsageError
@@ -214,11 +215,13 @@ def _architecture(plan: ConversionPlan, arch: str) -> dict[str, Value]:
         typed = F32(float(value)) if row.gguf_type == "f32" else Value(row.gguf_type, int(value))
         for key in (row.names["gguf"], *row.gguf_also):
             out[key.replace("{arch}", arch)] = typed
-    settings = plan.config["rope_parameters"]
+    settings = rope.primary(plan.config["rope_parameters"])
     out[f"{arch}.rope.freq_base"] = F32(float(settings["rope_theta"]))
     if settings["rope_type"] == "linear":
         out[f"{arch}.rope.scaling.type"] = Str("linear")
         out[f"{arch}.rope.scaling.factor"] = F32(float(settings["factor"]))
+    for key, number in layered_rope.to_gguf(table.rope, plan.config["rope_parameters"], arch).items():
+        out[key] = F32(number)
     for item in table.metadata:
         if item.when is None or dims.value(item.when):
             out[item.key.replace("{arch}", arch)] = _computed(item, dims)

@@ -88,7 +88,7 @@ def arrange(plan: ConversionPlan, chosen: Chosen) -> None:
 
 
 def _rope_divisors(plan: ConversionPlan) -> Computed | None:
-    settings = plan.config["rope_parameters"]
+    settings = rope.primary(plan.config["rope_parameters"])
     if settings["rope_type"] != "llama3":
         return None
     head_dim = int(Dims(plan.table, plan.config)["hd"])

@@ -44,6 +44,12 @@ class Stored:
         }
 
 
+def _rope_line(rope: dict[str, Any]) -> str:
+    more = ", ".join(f"{k} {v:g}" for k, v in rope.items() if k not in ("rope_type", "rope_theta"))
+    scaling = "no scaling" if rope["rope_type"] == "default" else f"{rope['rope_type']} scaling"
+    return f"theta {rope['rope_theta']:,.10g}, {scaling}" + (f" ({more})" if more else "")
+
+
 @dataclass(slots=True)
 class Inspection:
     """What :func:`convert.inspect.inspect` found.
@@ -163,9 +169,9 @@ class Inspection:
     def _rope(self) -> str:
         if not self.rope:
             return "not stated"
-        more = ", ".join(f"{k} {v:g}" for k, v in self.rope.items() if k not in ("rope_type", "rope_theta"))
-        scaling = "no scaling" if self.rope["rope_type"] == "default" else f"{self.rope['rope_type']} scaling"
-        return f"theta {self.rope['rope_theta']:,.10g}, {scaling}" + (f" ({more})" if more else "")
+        if "rope_type" in self.rope:
+            return _rope_line(self.rope)
+        return "; ".join(f"{kind.removesuffix('_attention')} {_rope_line(v)}" for kind, v in self.rope.items())
 
     def _heads(self) -> str:
         heads, kv, width = (self.numbers.get(k) for k in ("n_heads", "n_kv_heads", "head_dim"))

@@ -283,7 +283,7 @@ def _check_rope(out: Fit, hub: Mapping[str, Any] | None) -> None:
             f"the module was built with RoPE {dict(hub['rope_parameters'])}, the checkpoint is for {dict(stated)}"
         )
         return
-    frequencies = rope.inverse_frequencies(stated, int(out.checkpoint.dims["hd"]))
+    frequencies = rope.inverse_frequencies(rope.primary(stated), int(out.checkpoint.dims["hd"]))
     for name, home in out.homes.items():
         tensor = home.tensor
         if home.parameter or tensor.is_meta or name.rsplit(".", 1)[-1] != "cos" or tensor.ndim != 2 or len(tensor) < 2:

@@ -83,6 +83,11 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
     return out
 
 
+def primary(settings: Mapping[str, Any]) -> Rope:
+    """The settings; of the first kind of layer where each kind has its own (:mod:`convert.layered_rope`)."""
+    return dict(settings) if "rope_type" in settings else dict(next(iter(settings.values())))
+
+
 def from_hf(config: Mapping[str, Any], default_theta: float) -> Rope:
     """From ``config.json`` in the spellings of transformers 4 and 5.
 

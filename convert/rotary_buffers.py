@@ -20,10 +20,9 @@ def check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> Non
         return
     from convert.cast import to_float32
 
+    settings = rope.primary(out.checkpoint.config["rope_parameters"])
     source = open_source(spec, out.checkpoint.pool)
-    wanted = np.array(
-        rope.inverse_frequencies(out.checkpoint.config["rope_parameters"], int(out.checkpoint.dims["hd"]))
-    )
+    wanted = np.array(rope.inverse_frequencies(settings, int(out.checkpoint.dims["hd"])))
     if kind == "cos":
         if len(spec.shape) != 2 or spec.shape[0] < 2 or isinstance(source, StridedSource):
             return
@@ -32,9 +31,7 @@ def check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> Non
     else:
         found = to_float32(source.read(0, source.shape[0]), spec.dtype).reshape(-1)
     # Meta's and old Hugging Face files hold unscaled frequencies, in up to bfloat16's precision.
-    plain = np.array(
-        rope.inverse_frequencies({**out.checkpoint.config["rope_parameters"], "rope_type": "default"}, 2 * len(found))
-    )
+    plain = np.array(rope.inverse_frequencies({**settings, "rope_type": "default"}, 2 * len(found)))
     fits = [w for w in (wanted, plain) if w.shape == found.shape and np.allclose(w, found, rtol=1e-2, atol=1e-6)]
     if not fits:
         theta = out.checkpoint.config["rope_theta"]

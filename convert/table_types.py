@@ -9,7 +9,7 @@ from convert.errors import TableError
 
 _TEXTS = ("family", "title", "extends", "gguf_arch", "reference")
 _LISTS_OF_TEXTS = ("model_types", "architectures", "layouts", "normalise", "anew")
-_MAPS = ("dims", "config", "defaults", "presence", "convention", "top", "block", "classes", "sizes", "template")
+_MAPS = ("dims", "config", "defaults", "presence", "convention", "top", "block", "classes", "sizes", "template", "rope")
 _MAPS_OF_MAPS = ("config", "defaults", "classes", "sizes", "template")
 _LISTS_OF_MAPS = ("fused", "ignore", "refuse", "alias", "metadata")
 _ROW_TEXTS = ("role", "tied_to")
