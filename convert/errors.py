@@ -7,7 +7,8 @@ to an exit code. This module prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,21 @@ class Problem:
             "message": self.message,
             "tensor": self.tensor,
             "file": self.file,
-            "found": self.found,
-            "wanted": self.wanted,
+            "found": _plain(self.found),
+            "wanted": _plain(self.wanted),
             "hint": self.hint,
         }
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has a word for; no-number and infinity, which it has not, become texts."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
 class ConvertError(Exception):

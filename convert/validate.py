@@ -59,7 +59,7 @@ class Validation:
         return {
             "schema": SCHEMA,
             "ok": self.ok,
-            "problems": [_plain(p.as_json()) for p in self.problems],
+            "problems": [p.as_json() for p in self.problems],
             "notes": self.notes,
         }
 
@@ -77,16 +77,6 @@ class Validation:
             out.append(f"  … and {len(folded) - _SHOWN} more; --json has them all")
         hints = list(dict.fromkeys(p.hint for p in folded[:_SHOWN] if p.hint))
         return [*out, *notes, "What to do:", *(f"  {h}" for h in hints or ["Fetch or save the checkpoint again."])]
-
-
-def _plain(item: dict[str, Any]) -> dict[str, Any]:
-    """JSON holds no tuples, sets or paths."""
-    simple = (str, int, float, bool, list, dict, type(None))
-    out = {}
-    for key, value in item.items():
-        other = list(value) if isinstance(value, (tuple, set)) else str(value)
-        out[key] = value if isinstance(value, simple) else other
-    return out
 
 
 def validate(

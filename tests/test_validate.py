@@ -101,6 +101,19 @@ VALUES: dict[str, tuple[Callable[[State], object], tuple[str, str]]] = {
 }
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+def test_json_has_no_word_for_infinity(made, tmp_path, key, value):
+    folder = changed(made, tmp_path, lambda _: None)
+    said = json.loads((folder / "config.json").read_text())
+    said = {k: v for k, v in said.items() if k != "rope_parameters"} | {key: value}
+    (folder / "config.json").write_text(json.dumps(said))
+    found = validate(folder)
+    assert not found.ok and str(value) in found.problems[0].message
+    text = json.dumps(found.as_json(), allow_nan=False)  # raises where the object is no JSON
+    assert json.loads(text)["problems"][0]["found"] == str(value)
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_values_are_seen_with_a_scan_only(made, tmp_path, name):
     change, (kind, words) = VALUES[name]
