@@ -56,6 +56,8 @@ def locate(src: Path) -> Found:
     """
     if not src.exists():
         raise UsageError(f"{src} does not exist.", hint="Give a checkpoint folder or file.")
+    if not src.is_dir() and not src.is_file():  # opening a pipe would wait for its writer
+        raise UsageError(f"{src} is a pipe, socket or device, not a file.", hint="Give a checkpoint folder or file.")
     found = _from_folder(src) if src.is_dir() else _from_file(src)
     if found.config is None:
         found.config = next((found.folder / n for n in CONFIG_NAMES if (found.folder / n).is_file()), None)

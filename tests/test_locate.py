@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -208,3 +209,10 @@ def test_the_record_of_a_conversion(copy, made, tmp_path):
     shutil.copy(made / "model.gguf", tmp_path / "model.gguf")
     own.write_text("{}")
     assert locate(tmp_path / "model.gguf").record == own
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(UsageError, match="pipe, socket or device"):
+            locate(place)
