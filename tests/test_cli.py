@@ -84,6 +84,7 @@ def test_2_for_usage(hf, tmp_path, capsys):
         ["hf-to-scratch", hf, hf],
         ["hf-to-scratch", hf, tmp_path / "out", "--names", "no_such_names"],
         ["hf-to-hf", hf, tmp_path / "out", "--max-shard-size", "much"],
+        ["to", "hf", hf, tmp_path / "out", "--max-shard-size", "1e400GB"],
         ["hf-to-meta", hf, tmp_path / "out", "--model-parallel", "0"],
     ):
         assert call(*args) == 2, args

@@ -25,7 +25,7 @@ class Size(click.ParamType):
         number, unit = (text[:-1], text[-1]) if text and text[-1] in _UNITS else (text, "")
         try:
             size = int(float(number) * _UNITS[unit])
-        except ValueError:
+        except (ValueError, OverflowError):
             self.fail(f"{value!r} is no size; write 5GB, 500MB or a number of bytes.", param, ctx)
         if size <= 0:
             self.fail("a size must be positive.", param, ctx)
