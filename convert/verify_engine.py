@@ -169,8 +169,8 @@ class _Run:
             if compare(seen.to(base.dtype), broken).nmse < distance.nmse / 100:
                 self.cures.append(control.fault)
         self.on_step("measuring the rounding")
-        noise = self._noise(model, base)
-        return self._judge(distance, controls, noise, getattr(model, "engine_floor", FLOOR), base)
+        floor = getattr(model, "engine_floor", FLOOR)
+        return self._judge(distance, controls, self._noise(model, base), floor, base)
 
     def _logprobs(self, model: Any) -> Tensor:
         """Log-probabilities ``[prefixes, V]`` of the tokens after the prefixes."""
@@ -182,33 +182,42 @@ class _Run:
             rows = logits(model, torch.tensor([self.ids], device=self.device))
         return rows[[n - 1 for n in self.lengths]].log_softmax(-1).clamp(min=LEAST)
 
-    def _noise(self, model: Any, base: Tensor) -> Distance:
-        """How far B moves when it rounds what A and ggml round; spoils the model."""
+    def _noise(self, model: Any, base: Tensor) -> list[Distance]:
+        """How far B moves when it rounds what A and ggml round, and A when it rounds what B does; spoils the model."""
+        import torch
+
         from convert.metrics import compare
-        from convert.rounding import grain, lossy, perturb, stored_dtypes
+        from convert.reference.loading import load_reference
+        from convert.rounding import lossy, perturb, stored_dtypes
 
         mine, theirs = stored_dtypes(self.b.reference_tensors()), stored_dtypes(self.a.reference_tensors())
         through = lossy(mine, theirs)
-        lost = [kind for kind in lossy(theirs, mine).values() if kind in ("F16", "BF16")]
         self.rounded = bool(through)
-        # B may have lost what A still has; and sums in float32 depend on their order.
-        shake = max([2.0**-22, *(grain(kind) for kind in lost)])
-        perturb(model, through=through, shake=shake, seed=1)
+        perturb(model, through=through, shake=2.0**-22, seed=1)  # sums in float32 depend on their order
         with _rounded_inputs(model, theirs):
-            return compare(base, self._logprobs(model))
+            noises = [compare(base, self._logprobs(model))]
+        through = lossy(theirs, mine)
+        if through:  # B may have lost what A still has; whether it did, A's values tell
+            del model
+            whole = load_reference(self.a, device=self.device, dtype=getattr(torch, self.dtype))
+            before = self._logprobs(whole)
+            perturb(whole, through=through)
+            noises.append(compare(before, self._logprobs(whole)))
+        return noises
 
     def _judge(
         self,
         distance: Distance,
         controls: list[tuple[Control, Distance]],
-        noise: Distance,
+        noises: list[Distance],
         floor: float,
         base: Tensor,
     ) -> EngineResult:
         least_nmse = floor**2 / float(base.double().square().mean())
-        tolerance = max(MARGIN * noise.nmse, least_nmse)
-        tolerance_abs = max(MARGIN_ABS * noise.max_abs, floor)
-        worst = max(MARGIN * noise.worst, MARGIN * least_nmse)
+        noise = max(n.nmse for n in noises)
+        tolerance = max(MARGIN * noise, least_nmse)
+        tolerance_abs = max(MARGIN_ABS * max(n.max_abs for n in noises), floor)
+        worst = MARGIN * max(least_nmse, *(n.worst for n in noises))
         within = (
             distance.finite
             and distance.nmse <= tolerance
@@ -234,7 +243,7 @@ class _Run:
             control_name=least[0].name if least else None,
             control_seen=seen,
             tolerance=tolerance,
-            noise=noise.nmse,
+            noise=noise,
             first_diff_position=first,
             message=message,
             hints=tuple(hints),

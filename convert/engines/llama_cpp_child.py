@@ -59,7 +59,9 @@ def next_token(server: Any, prompt: list[int], vocab_size: int, printable: int) 
         raise ValueError(
             f"llama.cpp gave {len(likely)} log-probabilities; {missing} of {vocab_size} are missing or NaN"
         )
-    return row
+    # llama.cpp sums the vocabulary's probabilities in float32, one by one: with 49,152 tokens that shifts all
+    # logarithms alike, by 2e-4. The shift is taken out, as it is no property of the model.
+    return (row - np.log(np.exp(row.astype(np.float64)).sum())).astype(np.float32)
 
 
 def main() -> None:
