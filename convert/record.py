@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from convert import config as configs
+
 if TYPE_CHECKING:
+    from convert.checkpoint import Checkpoint
     from convert.plan import ConversionPlan
 
 SCHEMA = "convert.record/1"
@@ -39,8 +42,16 @@ def record(plan: ConversionPlan) -> dict[str, Any]:
             "files": [{"name": f.name, "bytes": f.size, "format": f.format} for f in plan.files],
         },
         "notes": plan.notes,
-        "config": carried(plan.config, source.raw_config if source.layout == "hf" else source.record.get("config")),
+        "config": carried(plan.config, stated_keys(source)),
     }
+
+
+def stated_keys(source: Checkpoint) -> dict[str, Any] | None:
+    """What a ``config.json`` said of the model once: the source's own, or what an earlier conversion kept of it."""
+    if source.layout == "hf" and configs.layout_of(source.raw_config, [source.table]) == "hf":
+        return source.raw_config
+    kept = source.record.get("config")
+    return kept if isinstance(kept, dict) else None
 
 
 def carried(hub: Mapping[str, Any], more: Any = None) -> dict[str, Any]:

@@ -10,24 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from convert import config as configs
+from convert.carried import carried, unsound
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Entry
 from convert.plan import ConversionPlan
-from convert.record import dump, record
-
-#: Files of a Hugging Face folder that belong to the tokenizer or to generation, and are carried as they are.
-CARRIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+from convert.record import dump, record, stated_keys
 
 
 def add_sidecars(plan: ConversionPlan) -> None:
@@ -43,8 +30,7 @@ def add_sidecars(plan: ConversionPlan) -> None:
         return
     ids = _tokenizer(plan)
     if target == "hf":
-        carried = plan.source.raw_config if plan.source.layout == "hf" else plan.source.record.get("config")
-        config = configs.to_hf(plan.table, plan.config, dtype, carried)
+        config = configs.to_hf(plan.table, plan.config, dtype, stated_keys(plan.source))
         for key, value in ids.items():
             config.setdefault(key, value)
         plan.config.setdefault("bos_token_id", config.get("bos_token_id"))
@@ -149,7 +135,7 @@ def _tokenizer(plan: ConversionPlan) -> dict[str, Any]:
             ids = dict(special_ids(source.metadata))
         else:
             place = tokenizer_place(plan)
-            plan.sidecars |= _carried(place, source.folder)
+            _carry(plan, place)
             if plan.request.target == "hf" and "tokenizer.json" not in plan.sidecars:
                 ids = _built(plan, place)
     except ConvertError as error:
@@ -171,17 +157,14 @@ def tokenizer_place(plan: ConversionPlan) -> Path:
     return place
 
 
-def _carried(place: Path, own: Path) -> dict[str, bytes | Path]:
-    """Files that are carried as they are; generation settings come from the model, not from the tokenizer's folder."""
-    folder = place if place.is_dir() else place.parent
-    found: dict[str, bytes | Path] = {n: folder / n for n in CARRIED if (folder / n).is_file()}
-    if place.is_file() and place.name != "tokenizer.json":
-        found.pop("tokenizer.json", None)
-    if folder != own:
-        found.pop("generation_config.json", None)
-        if (own / "generation_config.json").is_file():
-            found["generation_config.json"] = own / "generation_config.json"
-    return found
+def _carry(plan: ConversionPlan, place: Path) -> None:
+    """Put the tokenizer's files beside the output; a damaged one stops where the folder shall load as it is."""
+    found = carried(place, plan.source.folder)
+    problems = {name: problem for name, path in found.items() if (problem := unsound(path)) is not None}
+    if problems and plan.request.target == "hf":
+        raise ConvertError(problems.values())
+    plan.notes += [f"{name} was left behind: {problem.message}" for name, problem in problems.items()]
+    plan.sidecars |= {name: path for name, path in found.items() if name not in problems}
 
 
 def _built(plan: ConversionPlan, place: Path) -> dict[str, Any]:
@@ -207,8 +190,3 @@ def _built(plan: ConversionPlan, place: Path) -> dict[str, Any]:
         )
     plan.sidecars |= {name: data for name, data in hf_files_from(tokenizer).items() if name not in plan.sidecars}
     return {f"{role}_token_id": i for role, i in tokenizer.special.items() if role in ("bos", "eos", "pad")}
-
-
-def sidecar_text(value: bytes | Path) -> str:
-    """The text of a small sidecar, for dry runs and tests."""
-    return (value if isinstance(value, bytes) else value.read_bytes()).decode("utf-8", "replace")
