@@ -14,6 +14,7 @@ from typing import Any
 
 from convert.checkpoint import Checkpoint
 from convert.choices import require_choice, require_positive
+from convert.coverage import uncovered
 from convert.dtypes import DTYPES, dtype
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats import safetensors
@@ -203,6 +204,8 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
         raise ConvertError(problems)
     plan = ConversionPlan(source, request, table, config, [], [], {}, notes, tied, keys)
     slots = expand(table, dims, request.target)
+    if problems := uncovered(source, table, request.target, slots.values()):
+        raise ConvertError(problems)
     chosen = [(slot, _slot_source(plan, slot)) for slot in slots.values() if not _omitted(plan, slot)]
     _note_types(plan, chosen)
     _arrange(plan, chosen, dims)
@@ -284,6 +287,7 @@ def slot_source(source: Checkpoint, slot: Slot, *, table: MappingTable, layout: 
         parts = [values(p) for p in parts]
         kinds = {p.dtype for p in parts}
         widest = max(kinds, key=lambda k: (DTYPES[k].block_bytes, k == "F32"))
+        widest = "F32" if widest in ("F16", "BF16") else widest  # neither of these two holds the other
         parts = [p if p.dtype == widest else Cast(p, widest) for p in parts]
     return parts[0] if len(parts) == 1 else Joined(parts, slot.axis)
 
