@@ -148,6 +148,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "flag": ("true or false", lambda v: isinstance(v, bool)),
     "text": ("text", lambda v: isinstance(v, str)),
     "texts": ("list of texts", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v)),
+    "ids": ("token id, or a list of them", lambda v: all(type(x) is int for x in (v if isinstance(v, list) else [v]))),
 }
 
 

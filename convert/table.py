@@ -27,7 +27,7 @@ CONVENTIONS = {
     "linear": ("out_in", "in_out"),
 }
 #: What the values of a config's key may be.
-CONFIG_KINDS = ("number", "flag", "text", "texts")
+CONFIG_KINDS = ("number", "flag", "text", "texts", "ids")
 #: Names every table may use in expressions beside its own dims: the layer, the period of full layers
 #: (:func:`convert.normalisers.layer_period`), and the RoPE settings that :mod:`convert.rope` brings into one form.
 COMMON_NAMES = frozenset({"l", "layer_period", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
@@ -85,7 +85,7 @@ class ConfigRow:
         names: Key per other layout; GGUF's may contain ``{arch}``.
         gguf_type: The value type that the GGUF loader demands (``u32``, ``f32`` …).
         gguf_also: Further GGUF keys that are written with the same value.
-        kind: What its values are: ``number``, ``flag``, ``text`` or ``texts``.
+        kind: What its values are: ``number``, ``flag``, ``text``, ``texts``, or ``ids`` (one or several).
     """
 
     key: str
@@ -253,7 +253,7 @@ def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None)
         reference=raw.get("reference"),
         layouts=layouts,
         dims=dims,
-        config={k: _config_row(k, v, source) for k, v in raw.get("config", {}).items()},
+        config={k: _config_row(k, v, source) for k, v in raw.get("config", {}).items() if v is not False},
         defaults=raw.get("defaults", {}),
         presence=raw.get("presence", {}),
         prefix=raw["prefix"],

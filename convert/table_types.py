@@ -41,14 +41,15 @@ def check_types(raw: Mapping[str, Any], source: str, *, names_file: bool = False
             _want(isinstance(value, dict), where, value, f"a table, [{key}]")
         if key in _MAPS_OF_MAPS:
             for name, inner in value.items():
-                _want(isinstance(inner, dict), f"{where}.{name}", inner, "a table")
+                removed = key == "config" and inner is False
+                _want(removed or isinstance(inner, dict), f"{where}.{name}", inner, "a table")
     if not names_file or isinstance(raw.get("prefix"), dict):
         _texts(raw.get("prefix", {}), f"{source}: prefix")
     conventions = raw.get("convention", {})
     for name, inner in {"": conventions}.items() if names_file else conventions.items():
         _texts(inner, f"{source}: convention.{name}".rstrip("."))
     for name, inner in raw.get("config", {}).items():
-        for layout, value in inner.items():
+        for layout, value in (inner or {}).items():
             good = isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("key"), str))
             _want(good, f"{source}: config.{name}.{layout}", value, "a key, or a table with a key")
     for name, value in raw.get("dims", {}).items():

@@ -50,6 +50,22 @@ class RMSNorm(nn.Module):
         return (wide * (1.0 + scale if self.zero_centered else scale)).to(x.dtype)
 
 
+class LayerNorm(nn.Module):
+    """Layer norm over the last axis without a bias: the mean is taken out, computed in float32 at least."""
+
+    def __init__(self, dim: int, eps: float, *, device: Any = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., dim]``."""
+        wide = widen(x)
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * widen(self.weight)).to(x.dtype)
+
+
 def inverse_frequencies(rotary_dim: int, base: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
     """Radians per position for each rotary pair, float64 ``[rotary_dim / 2]``.
 
