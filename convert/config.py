@@ -134,7 +134,9 @@ def _renamed(table: MappingTable, layout: str, raw: Mapping[str, Any]) -> Config
     for row in table.config.values():
         # What the book's dict has no word for is kept under the hub's own.
         name = row.names.get(layout, row.key if layout == "scratch" else None)
-        value = raw.get(name.replace("{arch}", arch)) if name else None
+        spellings = (*((name,) if name else ()), *row.also.get(layout, ()))
+        values = (raw.get(spelling.replace("{arch}", arch)) for spelling in spellings)
+        value = next((v for v in values if v is not None), None)
         if value is not None:
             hub[row.key] = value
     for key in table.presence:
@@ -147,6 +149,7 @@ def _renamed(table: MappingTable, layout: str, raw: Mapping[str, Any]) -> Config
 _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "flag": ("true or false", lambda v: isinstance(v, bool)),
     "text": ("text", lambda v: isinstance(v, str)),
+    "numbers": ("list of numbers", lambda v: isinstance(v, list) and all(map(_sensible, v))),
     "texts": ("list of texts", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v)),
     "ids": ("token id, or a list of them", lambda v: all(type(x) is int for x in (v if isinstance(v, list) else [v]))),
 }
@@ -307,8 +310,12 @@ def to_scratch(
 ) -> Config:
     """The dict that the book's classes take, dtype as a string, plus what they hard-wire when it differs."""
     out: Config = {
-        row.names["scratch"]: hub[row.key] for row in table.config.values() if "scratch" in row.names and row.key in hub
+        name: hub[row.key]
+        for row in table.config.values()
+        if "scratch" in row.names and row.key in hub
+        for name in (row.names["scratch"], *row.also.get("scratch", ()))
     }
+    out |= table.template.get("scratch", {})
     settings = hub["rope_parameters"]
     if table.rope:
         out |= layered_rope.to_scratch(table.rope, settings, reference=reference)
@@ -316,8 +323,9 @@ def to_scratch(
         out |= rope.to_scratch(settings, reference=reference)
     out["dtype"] = TORCH_NAMES.get(dtype, "float32")
     name = book_class or next(iter(table.classes), None)
-    for key in table.classes.get(name or "", {}).get("drop", ()):
-        out.pop(key, None)
+    if not reference:  # ours takes them all
+        for key in table.classes.get(name or "", {}).get("drop", ()):
+            out.pop(key, None)
     defaults = table.defaults.get("scratch", {})
     for row in table.config.values():
         if "scratch" not in row.names and row.key in hub and hub[row.key] != defaults.get(row.key):

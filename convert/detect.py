@@ -40,6 +40,14 @@ def score(table: MappingTable, layout: str, names: Collection[str]) -> float:
     return sum(w in names for w in wanted) / len(wanted) if wanted else 0.0
 
 
+def explained(table: MappingTable, layout: str, names: Collection[str]) -> int:
+    """How many of ``names`` the layout has for layer 0 and outside the layers, conditional ones included."""
+    prefix = table.prefix.get(layout, "")
+    patterns = {(prefix if r.in_block else "") + r.names[layout] for r in table.rows.values() if layout in r.names}
+    patterns |= {prefix + f.name for f in table.fused if f.layout == layout}
+    return sum(p.replace("{l}", "0").replace("{e}", "0") in names for p in patterns)
+
+
 def known(names: Collection[str], table: MappingTable | None = None) -> bool:
     """Whether some table (or this one) knows at least half of what its layouts always have among ``names``."""
     tables = [table] if table else [load_table(f) for f in families()]
@@ -80,9 +88,15 @@ def detect(
         if not fitting:
             raise _unknown(f"a GGUF file of the architecture {arch!r}", tables)
         tables = fitting
+    # What a table always wants decides, then what it can explain, then the table that says less.
     ranked = sorted(
-        ((score(t, x, names), len(t.rows), t, x) for t in tables for x in layouts if x in t.layouts),
-        key=lambda item: (item[0], item[1]),
+        (
+            (score(t, x, names), explained(t, x, names), -len(t.rows), t, x)
+            for t in tables
+            for x in layouts
+            if x in t.layouts
+        ),
+        key=lambda item: item[:3],
         reverse=True,
     )
     if wanted is not None and not any(wanted in t.model_types for t in tables):
@@ -103,7 +117,7 @@ def detect(
                 f"{tables[0].family}`) and give it with --names.",
             )
         )
-    return ranked[0][2], ranked[0][3]
+    return ranked[0][3], ranked[0][4]
 
 
 def stated_family(config: Mapping[str, Any] | None) -> str | None:

@@ -183,11 +183,14 @@ def _general(plan: ConversionPlan, entries: Sequence[Entry]) -> dict[str, Value]
 
 
 def _own_name(plan: ConversionPlan) -> str | None:
+    """What the config, or else the folder, is called; a folder that only says what is in it gives its parent's."""
     stated = plan.config.get("_name_or_path")
-    path = plan.source.path
-    folder = path.resolve() if path.is_dir() else path.resolve().parent
-    text = stated if isinstance(stated, str) and stated else folder.name
-    return text.rstrip("/").rpartition("/")[2] or None
+    if isinstance(stated, str) and stated:
+        return stated.rstrip("/").rpartition("/")[2] or None
+    folder = plan.source.folder.absolute()
+    if folder.parent.name == "snapshots":  # a hub cache: models--OWNER--NAME/snapshots/COMMIT
+        return folder.parent.parent.name.rpartition("--")[2] or None
+    return (folder.parent if folder.name == "original" else folder).name or None
 
 
 def size_label(parameters: int) -> str:
@@ -213,7 +216,7 @@ def _architecture(plan: ConversionPlan, arch: str) -> dict[str, Value]:
         if not value:  # absent, or a zero that means "none" (a sliding window)
             continue
         typed = F32(float(value)) if row.gguf_type == "f32" else Value(row.gguf_type, int(value))
-        for key in (row.names["gguf"], *row.gguf_also):
+        for key in (row.names["gguf"], *row.also.get("gguf", ())):
             out[key.replace("{arch}", arch)] = typed
     settings = rope.primary(plan.config["rope_parameters"])
     out[f"{arch}.rope.freq_base"] = F32(float(settings["rope_theta"]))

@@ -18,7 +18,7 @@ from convert.replicas import collapse
 from convert.rotary_buffers import check_frequencies
 from convert.source import Joined, Rows, Source, open_source
 from convert.table import MappingTable, TensorRow, load_table
-from convert.transforms import Slice, Stacked, transposed
+from convert.transforms import Expert, Slice, Stacked, transposed
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -94,7 +94,12 @@ class Match:
             name = table.rows[row_id].names["scratch"]
             if layer is not None:
                 name = (table.prefix["scratch"] + name).replace("{l}", str(layer))
-            yield name, as_reference(self.checkpoint, table.rows[row_id], layer, source)
+            plain = as_reference(self.checkpoint, table.rows[row_id], layer, source)
+            if "{e}" not in name:
+                yield name, plain
+                continue
+            for expert in range(plain.shape[0]):
+                yield name.replace("{e}", str(expert)), Expert(plain, expert)
 
 
 def as_reference(checkpoint: Checkpoint, row: TensorRow, layer: int | None, source: Source) -> Source:

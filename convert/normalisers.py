@@ -66,6 +66,42 @@ def layer_types_from_interval(config: Config) -> Config:
     return {**config, "layer_types": kinds}
 
 
+def sliding_window_if_used(config: Config) -> Config:
+    """No ``sliding_window`` unless ``use_sliding_window`` says that there is one (some configs state both)."""
+    if config.get("use_sliding_window"):
+        return config
+    return {k: v for k, v in config.items() if k != "sliding_window"}
+
+
+def layer_types_from_max_window_layers(config: Config) -> Config:
+    """``layer_types`` where only layers from ``max_window_layers`` on slide; no window where none of them does."""
+    layers, first = config.get("num_hidden_layers"), config.get("max_window_layers")
+    if config.get("layer_types"):
+        config = _checked(config)
+    elif config.get("sliding_window") and isinstance(layers, int) and isinstance(first, int) and layers <= MAX_LAYERS:
+        config = {**config, "layer_types": [SLIDING if i >= first else FULL for i in range(layers)]}
+    if SLIDING in config.get("layer_types", (SLIDING,)):
+        return config
+    return {k: v for k, v in config.items() if k != "sliding_window"}
+
+
+def num_experts(config: Config) -> Config:
+    """``num_experts``, which transformers 5 writes as ``num_local_experts``."""
+    new, old = config.get("num_local_experts"), config.get("num_experts")
+    if new is not None and old is not None and new != old:
+        raise ConvertError(
+            Problem(
+                "config",
+                f"the config states num_experts = {old} and num_local_experts = {new}.",
+                found=new,
+                wanted=old,
+                hint="They are two names of one number; delete the wrong one.",
+            )
+        )
+    out = {k: v for k, v in config.items() if k != "num_local_experts"}
+    return out if new is None else {**out, "num_experts": new}
+
+
 def layer_period(kinds: Any) -> int:
     """The period ``p`` of layers in which layer ``i`` is a full one if and only if ``i % p == p - 1``; 0 for none.
 
@@ -98,4 +134,7 @@ NORMALISERS: dict[str, Normaliser] = {
     "text_config": text_config,
     "layer_types_from_pattern": layer_types_from_pattern,
     "layer_types_from_interval": layer_types_from_interval,
+    "sliding_window_if_used": sliding_window_if_used,
+    "layer_types_from_max_window_layers": layer_types_from_max_window_layers,
+    "num_experts": num_experts,
 }

@@ -27,7 +27,7 @@ CONVENTIONS = {
     "linear": ("out_in", "in_out"),
 }
 #: What the values of a config's key may be.
-CONFIG_KINDS = ("number", "flag", "text", "texts", "ids")
+CONFIG_KINDS = ("number", "numbers", "flag", "text", "texts", "ids")
 #: Names every table may use in expressions beside its own dims: the layer, the period of full layers
 #: (:func:`convert.normalisers.layer_period`), and the RoPE settings that :mod:`convert.rope` brings into one form.
 COMMON_NAMES = frozenset({"l", "layer_period", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
@@ -84,14 +84,14 @@ class ConfigRow:
         key: The name in ``config.json``, which is the hub's.
         names: Key per other layout; GGUF's may contain ``{arch}``.
         gguf_type: The value type that the GGUF loader demands (``u32``, ``f32`` …).
-        gguf_also: Further GGUF keys that are written with the same value.
+        also: Further keys per layout that are written with the same value, and understood in the key's place.
         kind: What its values are: ``number``, ``flag``, ``text``, ``texts``, or ``ids`` (one or several).
     """
 
     key: str
     names: Mapping[str, str]
     gguf_type: str | None = None
-    gguf_also: tuple[str, ...] = ()
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kind: str = "number"
 
 
@@ -325,7 +325,8 @@ def _role(path: tuple[str, ...]) -> str:
 def _config_row(key: str, value: Mapping[str, Any], source: str) -> ConfigRow:
     where = f"{source}: config.{key}"
     names: dict[str, str] = {}
-    gguf_type, also = None, ()
+    gguf_type: str | None = None
+    also: dict[str, tuple[str, ...]] = {}
     kind = value.get("kind", CONFIG_KINDS[0])
     if kind not in CONFIG_KINDS:
         raise TableError(f"{where}: kind {kind!r} is none of {', '.join(CONFIG_KINDS)}.")
@@ -337,7 +338,8 @@ def _config_row(key: str, value: Mapping[str, Any], source: str) -> ConfigRow:
         if isinstance(name, dict):
             if set(name) - {"key", "type", "also"}:
                 raise TableError(f"{where}: {layout} has the keys key, type and also, not {sorted(name)}.")
-            names[layout], gguf_type, also = name["key"], name.get("type"), tuple(name.get("also", ()))
+            names[layout], gguf_type = name["key"], name.get("type", gguf_type)
+            also[layout] = tuple(name.get("also", ()))
         else:
             names[layout] = name
     return ConfigRow(key, names, gguf_type, also, kind)
