@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from convert.match import Match
 
 
+#: Positions of a stored cosine table that are compared; at the first few every theta gives nearly the same.
+_POSITIONS = 64
+
+
 def check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> None:
     """Stored rotary tables are dropped, but they tell which theta the model was made with."""
     if not spec.type.is_float or 0 in spec.shape or spec.nbytes > 1 << 30:
@@ -22,19 +26,27 @@ def check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> Non
 
     settings = rope.primary(out.checkpoint.config["rope_parameters"])
     source = open_source(spec, out.checkpoint.pool)
-    wanted = np.array(rope.inverse_frequencies(settings, int(out.checkpoint.dims["hd"])))
-    if kind == "cos":
-        if len(spec.shape) != 2 or spec.shape[0] < 2 or isinstance(source, StridedSource):
-            return
-        found = to_float32(source.read(1, 2), spec.dtype).reshape(-1)
-        wanted = np.cos(np.concatenate([wanted, wanted]))
-    else:
-        found = to_float32(source.read(0, source.shape[0]), spec.dtype).reshape(-1)
+    if kind == "cos" and (len(spec.shape) != 2 or spec.shape[1] % 2 or isinstance(source, StridedSource)):
+        return
+    rows = min(source.shape[0], _POSITIONS) if kind == "cos" else source.shape[0]
+    found = to_float32(source.read(0, rows), spec.dtype)
+    width = int(out.checkpoint.dims["hd"]) if kind == "cos" else 2 * len(found)
     # Meta's and old Hugging Face files hold unscaled frequencies, in up to bfloat16's precision.
-    plain = np.array(rope.inverse_frequencies({**settings, "rope_type": "default"}, 2 * len(found)))
-    fits = [w for w in (wanted, plain) if w.shape == found.shape and np.allclose(w, found, rtol=1e-2, atol=1e-6)]
-    if not fits:
+    wanted = (
+        np.array(rope.inverse_frequencies(settings, int(out.checkpoint.dims["hd"]))),
+        np.array(rope.inverse_frequencies({**settings, "rope_type": "default"}, width)),
+    )
+    if not any(_agrees(found, frequencies, kind) for frequencies in wanted):
         theta = out.checkpoint.config["rope_theta"]
         out.notes.append(
             f"{name} does not agree with rope_theta = {theta:g}; it is dropped, but the config may be wrong"
         )
+
+
+def _agrees(found: np.ndarray, frequencies: np.ndarray, kind: str) -> bool:
+    """Whether a table of frequencies, or of the cosines of positions times frequencies, is made of these."""
+    if kind != "cos":
+        found = found.reshape(-1)
+        return found.shape == frequencies.shape and np.allclose(frequencies, found, rtol=1e-2, atol=1e-6)
+    wanted = np.cos(np.outer(np.arange(len(found)), np.concatenate([frequencies, frequencies])))
+    return found.shape == wanted.shape and bool(np.abs(found - wanted).max() <= 2e-2)
