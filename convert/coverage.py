@@ -51,7 +51,7 @@ def uncovered(source: Checkpoint, table: MappingTable, layout: str, slots: Itera
         problems.append(
             Problem(
                 "no_source",
-                f"the config promises {', '.join(names[:8])}, for which the source's {source.layout} names have no word.",
+                f"the config promises {', '.join(names[:8])}, but the source ({source.layout}) has no name for it.",
                 tensor=absent[0].name,
                 found=None,
                 wanted=names,

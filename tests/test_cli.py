@@ -93,6 +93,45 @@ def test_2_for_usage(hf, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("what", ["qk", "key", "config", "names"])
+def test_the_line_it_prints_verifies_what_was_said_of_the_source(tmp_path, capsys, what, one_thread):  # noqa: F811
+    """Rows of Q and K in Hugging Face's order under Meta's names: as the names say, verify would see another model."""
+    import shlex
+
+    import torch
+
+    made = make_meta(tmp_path / "a", "gqa8") if what == "qk" else make_scratch(tmp_path / "a", "gqa8", format="pth")
+    place = next(made.path.glob("*.pth"))
+    said = {"qk": ["--qk-layout", "hf"], "key": ["--key", "model"], "names": ["--names", "litgpt"]}.get(what, [])
+    if what == "qk":
+        pairs = {"wq": "q_proj", "wk": "k_proj"}
+        state = {
+            n: made.hf[f"model.layers.{n.split('.')[1]}.self_attn.{p}.weight"]
+            if (p := pairs.get(n.split(".")[-2]))
+            else t
+            for n, t in made.tensors.items()
+        }
+        torch.save(state, place)
+    elif what == "key":
+        torch.save({"model": made.tensors, "ema": {n: t.flip(0) for n, t in made.tensors.items()}}, place)
+    elif what == "config":
+        (made.path / "scratch_config.json").rename(tmp_path / "said.json")
+        said = ["--config", str(tmp_path / "said.json")]
+    else:
+        hf = make_hf(tmp_path / "hf", "gqa8")
+        place.unlink()
+        assert call("hf-to-scratch", hf.path, tmp_path / "lit", "--names", "litgpt") == 0
+        (tmp_path / "lit" / "model.safetensors").rename(made.path / "model.safetensors")
+        capsys.readouterr()
+    assert call("to", "hf", made.path, tmp_path / "out", *said) == 0
+    line = capsys.readouterr().out.split("To verify it on the CPU: ")[1].splitlines()[0]
+    args = shlex.split(line)[1:]
+    assert args[-2:] == said
+    assert call(*args, "--quiet") == 0
+    if what != "names":  # the control: without what was said it does not pass
+        assert call(*args[:-2], "--quiet") in (1, 2)
+
+
 MAKERS = {"hf": make_hf, "meta": make_meta, "scratch": make_scratch, "gguf": make_gguf}
 
 

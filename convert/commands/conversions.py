@@ -185,7 +185,8 @@ def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, qu
     import shlex
 
     source, made_at = shlex.quote(str(plan.source.path)), plan.main_path(out)
-    hint = f"verify it on the CPU: convert verify {source} {shlex.quote(str(made_at))}"
+    said = "".join(f" {shlex.quote(word)}" for word in _said(plan))
+    hint = f"verify it on the CPU: convert verify {source} {shlex.quote(str(made_at))}{said}"
     if plan.single_file:
         hint += f"; in llama.cpp: convert verify {shlex.quote(str(made_at))} {source} --engine llama.cpp"
     if mode == "never":
@@ -211,6 +212,14 @@ def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, qu
         failed = _rename_failed(plan, out)
         text += f" The output was renamed to {failed}."
     return _Outcome(code, text, result.as_json())
+
+
+def _said(plan: ConversionPlan) -> list[str]:
+    """What was said of the source, as options of ``verify``: without them it would be taken for something else."""
+    from convert.commands.verify import SOURCE
+
+    said = {name: getattr(plan.source.options, name) for name in ("names", "config", *SOURCE)}
+    return [word for name, value in said.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _rename_failed(plan: ConversionPlan, out: Path) -> Path:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from convert.verify import VerifyResult
 
 
+#: What can be said of A, as when it was converted.
+SOURCE = ("size", "key", "qk_layout", "layout", "family", "tie")
+
+
 @click.command("verify")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B", required=False)
@@ -46,6 +50,12 @@ if TYPE_CHECKING:
 @click.option("--names-b", metavar="FILE", help="Names file of B, where both sides are from scratch.")
 @click.option("--config", metavar="FILE", help="Config of A, where it has none.")
 @click.option("--config-b", metavar="FILE", help="Config of B, where it has none.")
+@click.option("--size", metavar="NAME", help="Published size that A is of, where it has no config.")
+@click.option("--key", help="Which dict of a training checkpoint A is.")
+@click.option("--qk-layout", type=click.Choice(["meta", "hf"]), help="Order the rows of Q and K of A really are in.")
+@click.option("--layout", type=click.Choice(["hf", "meta", "scratch", "gguf"]), help="Layout of A's names.")
+@click.option("--family", metavar="NAME", help="Family of A, where it is not recognised.")
+@click.option("--tie", type=click.Choice(["share", "copy"]), help="share: A's missing head is its embedding.")
 @output_options
 def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Run A and B on the reference model, each as stored, and compare their logits.
@@ -88,6 +98,8 @@ def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> VerifyR
 def _side(path: str, options: dict[str, Any], suffix: str) -> dict[str, Any]:
     """Options of one side; `--names` alone means whichever side is not of a known layout."""
     chosen = {k: options[k + suffix] for k in ("names", "config") if options[k + suffix]}
+    if not suffix:
+        chosen |= {k: options[k] for k in SOURCE if options[k]}
     if "names" in chosen or not options["names"] or options["names_b"]:
         names = chosen.get("names")
         if names and not options["names_b"] and _recognised(path):
