@@ -186,6 +186,15 @@ def test_the_model_card(tmp_path):
     assert found["general.base_model.0.organization"][1] == "somebody"
 
 
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("Some-1B", "Some-1B"), ("Some-1B/original", "Some-1B"), ("models--me--Some-1B/snapshots/0123abc", "Some-1B")],
+)
+def test_names_of_folders(tmp_path, place, name):
+    made = make_hf(tmp_path / place, "gqa8")
+    assert export(made.path, tmp_path / "a.gguf", tokenizer=False)["general.name"][1] == name
+
+
 def test_the_card_is_read_as_yaml_reads_it(tmp_path):
     yaml = pytest.importorskip("yaml")
     (tmp_path / "README.md").write_text(CARD)
