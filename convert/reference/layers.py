@@ -33,20 +33,24 @@ class RMSNorm(nn.Module):
         dim: Size of the last axis.
         eps: Added to the mean square.
         zero_centered: The stored weight is the scale minus one.
+        name: What the parameter is called; ``scale`` in some of the book's classes.
         device: Where the parameter lies.
     """
 
-    def __init__(self, dim: int, eps: float, *, zero_centered: bool = False, device: Any = None) -> None:
+    def __init__(
+        self, dim: int, eps: float, *, zero_centered: bool = False, name: str = "weight", device: Any = None
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.zero_centered = zero_centered
-        self.weight = nn.Parameter(torch.full((dim,), 0.0 if zero_centered else 1.0, device=device))
+        self.name = name
+        self.register_parameter(name, nn.Parameter(torch.full((dim,), 0.0 if zero_centered else 1.0, device=device)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., dim]``."""
         wide = widen(x)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        scale = widen(self.weight)
+        scale = widen(getattr(self, self.name))
         return (wide * (1.0 + scale if self.zero_centered else scale)).to(x.dtype)
 
 
