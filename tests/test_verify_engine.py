@@ -122,6 +122,16 @@ def test_an_original_stored_more_coarsely_than_the_file(tmp_path):
     assert verify_engine(a.path, tmp_path / "b", device="cpu").verdict == "pass"
 
 
+def test_a_coarser_type_that_lost_nothing_allows_nothing(tmp_path):
+    """float32 holds what float16 held: the tolerance is that of float32."""
+    hf = make_hf(tmp_path / "hf", "gqa8", dtype="float16")
+    convert.convert_checkpoint(hf.path, tmp_path / "a.gguf", to="gguf", type="f32", tokenizer=False)
+    got = verify_engine(tmp_path / "a.gguf", hf.path, device="cpu")
+    assert got.verdict == "pass"
+    assert got.tolerance_abs == 2e-4
+    assert not got.hints
+
+
 def test_what_proves_nothing_is_weak(tmp_path):
     a = make_gguf(tmp_path / "a.gguf", "gqa8")
     few = verify_engine(a.path, device="cpu", n_tokens=8)
