@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
 
 _GENERATION = "generation_config.json"
+#: What ends an answer of an instruct model, where no config says (Meta's own download; its code stops at these).
+_MESSAGE_ENDS = ("<|eot_id|>", "<|eom_id|>")
 #: What an incomplete character decodes to.
 _UNFINISHED = "\ufffd"
 
@@ -140,6 +142,7 @@ def _from_files(path: Path) -> TextTokenizer:
     content = read_tokenizer(path)
     library = _library(hf_files_from(content)["tokenizer.json"], content.origin)
     ends = _ids(content.special.get("eos")) | _ids(sidecars.read_json(folder / _GENERATION).get("eos_token_id"))
+    ends |= {token.id for token in content.added if token.special and token.content in _MESSAGE_ENDS}
     return TextTokenizer(library, content.origin, dict(content.special), ends, dict(content.chat_templates))
 
 

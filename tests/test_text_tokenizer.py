@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,7 +14,7 @@ from convert.errors import ConvertError
 from convert.text_tokenizer import TextTokenizer, end_ids, text_tokenizer
 from tests.fixtures import make_gguf, make_hf, save_tokenizer
 from tests.fixtures.tokenizer import BOS, EOS, MULTILINGUAL, train_tokenizer
-from tests.tokenizer.trained import byte_fallback
+from tests.tokenizer.trained import byte_fallback, sentencepiece_model
 
 WIDE = "Grüße 🦙🌿 羊驼吃草。 Ламы едят"
 
@@ -60,6 +62,32 @@ def test_the_same_ids_from_a_folder_and_from_gguf(tmp_path):
     with open_checkpoint(hf.path) as ckpt:
         named = [text_tokenizer(ckpt, p) for p in (gguf.path, str(hf.path), hf.path / "tokenizer.json")]
     assert [n.encode(WIDE) for n in named] == [wanted.encode(WIDE).ids] * 3
+
+
+def test_a_sentencepiece_model_beside_metas_files(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = sentencepiece_model(MULTILINGUAL, model_type="bpe", byte_fallback=True)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
+    meta = SimpleNamespace(format="torch", folder=tmp_path, path=tmp_path / "consolidated.00.pth")
+    got = text_tokenizer(meta)
+    for text in ("the llama eats", WIDE):
+        assert got.encode(text) == [oracle.bos_id(), *oracle.encode(text)]
+        assert "".join(got.stream(oracle.encode(text))) == oracle.decode(oracle.encode(text))
+    assert got.ends == {oracle.eos_id()}
+
+
+def test_llama_3s_own_file_ends_at_a_turn_too(tmp_path):
+    """128,000 ranks of our own, of which only the number is Llama 3's."""
+    pieces = [bytes([i]) for i in range(256)]
+    pieces += [bytes([i, j]) for i in range(256) for j in range(256)]
+    pieces += [bytes([i, j, k]) for i in range(4) for j in range(256) for k in range(256)][: 128000 - len(pieces)]
+    lines = [b"%s %d" % (base64.b64encode(piece), rank) for rank, piece in enumerate(pieces)]
+    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
+    got = text_tokenizer(SimpleNamespace(format="torch", folder=tmp_path, path=tmp_path / "consolidated.00.pth"))
+    assert got.ends == {128001, 128008, 128009}
+    assert got.library.id_to_token(128009) == "<|eot_id|>"
+    assert got.encode("ab") == [128000, 256 + 97 * 256 + 98]
 
 
 def test_every_end_token_counts(tmp_path):
