@@ -17,6 +17,7 @@ from convert import config as configs
 from convert.choices import require_choice, require_positive
 from convert.detect import detect, known, score, stated_family
 from convert.errors import ConvertError, FormatError, Problem, UsageError
+from convert.formats.readers import read_container
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import record_of
 from convert.layout import Dims
@@ -28,6 +29,9 @@ from convert.table import LAYOUTS, MappingTable, families, load_table
 
 if TYPE_CHECKING:
     from convert.match import Match
+
+#: How deep in a trainer's modules the model may lie.
+_PREFIX_PARTS = 3
 
 
 @dataclass(slots=True)
@@ -197,7 +201,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     table = _names_table(chosen, record, notes)
     if table is not None and chosen.family and chosen.family != table.family:
         raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
-    tensors = _aliased(_common_first_part(tensors, table, notes), table, raw, notes)
+    tensors = _aliased(_common_first_parts(tensors, table, notes), table, raw, notes)
     table, layout = detect(
         tensors,
         raw or None,
@@ -246,26 +250,12 @@ def _read_all(found: Found) -> list[Container]:
     problems: list[Problem] = []
     for path in found.files:
         try:
-            containers.append(_read(path, found.format))
+            containers.append(read_container(path, found.format))
         except ConvertError as error:
             problems += error.problems
     if problems:
         raise FormatError(problems)
     return containers
-
-
-def _read(path: Path, format: str) -> Container:
-    if format == "safetensors":
-        from convert.formats import safetensors
-
-        return safetensors.read(path)
-    if format == "gguf":
-        from convert.formats import gguf
-
-        return gguf.read(path)
-    from convert.formats import torch_zip
-
-    return torch_zip.read(path)
 
 
 def _unwrap(container: Container, key: str | None, notes: list[str]) -> dict[str, Any]:
@@ -286,21 +276,25 @@ def _strip(tensors: dict[str, list[TensorSpec]], notes: list[str]) -> dict[str, 
     return {mapping[name]: specs for name, specs in tensors.items()}
 
 
-def _common_first_part(
+def _common_first_parts(
     tensors: dict[str, list[TensorSpec]], table: MappingTable | None, notes: list[str]
 ) -> dict[str, list[TensorSpec]]:
     """A trainer's module may hold the model as an attribute (``net.tok_emb.weight``): its name is stripped.
 
     Only if every name begins with it and a table knows the names without it and not with it.
     """
-    first = next(iter(tensors)).partition(".")[0] + "."
-    if not all(name.startswith(first) and len(name) > len(first) for name in tensors) or known(tensors, table):
+    if known(tensors, table):
         return tensors
-    bare = {name[len(first) :]: specs for name, specs in tensors.items()}
-    if not known(bare, table):
-        return tensors
-    notes.append(f"stripped from names: {first} ({len(bare)} names)")
-    return bare
+    prefix = ""
+    for part in next(iter(tensors)).split(".")[:_PREFIX_PARTS]:
+        prefix += part + "."
+        if not all(name.startswith(prefix) and len(name) > len(prefix) for name in tensors):
+            return tensors
+        bare = {name[len(prefix) :]: specs for name, specs in tensors.items()}
+        if known(bare, table):
+            notes.append(f"stripped from names: {prefix} ({len(bare)} names)")
+            return bare
+    return tensors
 
 
 def _gather(containers: list[Container]) -> dict[str, list[TensorSpec]]:

@@ -186,6 +186,8 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
         )
     if problems:
         raise ConvertError(fold_problems(problems))
+    if problems := refusals(table, Dims(table, source.config), request):
+        raise ConvertError(problems)
     found: list[str] = []
     keys = None
     if request.target == "gguf":  # before any weight is read
@@ -199,9 +201,6 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     if stated is not None and bool(stated) != tied and source.layout == "hf":
         notes.append(f"the config says tie_word_embeddings = {bool(stated)}, the tensors say {tied}; the tensors win")
     dims = Dims(table, config)
-    problems = refusals(table, dims, request)
-    if problems:
-        raise ConvertError(problems)
     plan = ConversionPlan(source, request, table, config, [], [], {}, notes, tied, keys)
     slots = expand(table, dims, request.target)
     if problems := uncovered(source, table, request.target, slots.values()):

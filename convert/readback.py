@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from convert.errors import ConvertError, Problem
+from convert.formats.readers import read_container
 from convert.formats.spec import FileLayout, TensorSpec
 from convert.plan import ConversionPlan, Output
 from convert.platform import read_at
@@ -52,28 +53,15 @@ def read_back(plan: ConversionPlan, folder: Path, fds: Sequence[int]) -> int:
 
 def _compare_header(file: FileLayout, path: Path) -> None:
     try:
-        found = _tensors(path, file.format)
+        container = read_container(path, file.format)
     except ConvertError as error:
         raise _failed(file.name, f"cannot be read again: {error.problems[0].message}") from error
+    found: dict[str, Any] = container.metadata["tree"] if file.format == "torch" else container.tensors
     for entry in file.entries:
         spec = found.get(entry.name)
         wanted = (entry.dtype, entry.shape, file.offsets[entry.name], None)
         if not isinstance(spec, TensorSpec) or (spec.dtype, spec.shape, spec.offset, spec.strides) != wanted:
             raise _failed(file.name, f"does not hold {entry.name!r} as planned")
-
-
-def _tensors(path: Path, format: str) -> dict[str, Any]:
-    if format == "safetensors":
-        from convert.formats import safetensors
-
-        return dict(safetensors.read(path).tensors)
-    if format == "gguf":
-        from convert.formats import gguf
-
-        return dict(gguf.read(path).tensors)
-    from convert.formats import torch_zip
-
-    return dict(torch_zip.read(path).metadata["tree"])
 
 
 def _compare_block(plan: ConversionPlan, fds: Sequence[int], output: Output, number: int) -> int:

@@ -81,7 +81,9 @@ def test_nothing_there(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["safetensors", "pth"])
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.", "net."])
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.", "net.", "trainer.model.net."]
+)
 def test_prefixes_of_trainers(tmp_path, format, prefix):
     made = make_scratch(tmp_path / "m", "gqa8", format="safetensors")
     whole = content(made.path)

@@ -145,7 +145,7 @@ def test_unknown_options_and_targets(tmp_path):
 
 def test_nothing_is_read_before_the_plan_is_made(tmp_path, monkeypatch):
     """Refusals come from headers: no byte of data is touched, and none is for a plan without a question of tying."""
-    made = make_hf(tmp_path / "m", "tied", attention_bias=True)
+    made = make_hf(tmp_path / "m", "gqa8", attention_bias=True)
     monkeypatch.setattr(FilePool, "read_into", lambda *_: pytest.fail("data was read"))
     with pytest.raises(ConvertError, match="bias"):
         plan(made.path, "meta")
