@@ -1,4 +1,6 @@
-"""The building blocks that the reference models share: norm, rotary embedding, feed-forward, attention, cache.
+"""The building blocks that the reference models share: norms, feed-forward, attention, cache.
+
+The rotary embedding is :mod:`convert.reference.rotary`.
 
 Written to be read next to a paper, in plain PyTorch. Weights are used exactly as a checkpoint stores them:
 the two orders of rotary pairs are two ways to *run*, never a permutation of weights. Nothing here is shared
@@ -7,23 +9,17 @@ with the code that converts.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convert.errors import ConvertError, Problem
-
-PAIRINGS = ("half", "interleaved")
-
-
-def widen(x: Tensor) -> Tensor:
-    """16-bit values as float32; float32 and float64 as they are."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+from convert.reference.rotary import PAIRINGS as PAIRINGS
+from convert.reference.rotary import RotaryEmbedding as RotaryEmbedding
+from convert.reference.rotary import Rotation, apply_rotary, widen
+from convert.reference.rotary import inverse_frequencies as inverse_frequencies
 
 
 class RMSNorm(nn.Module):
@@ -68,126 +64,6 @@ class LayerNorm(nn.Module):
         wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * widen(self.weight)).to(x.dtype)
-
-
-def inverse_frequencies(rotary_dim: int, base: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
-    """Radians per position for each rotary pair, float64 ``[rotary_dim / 2]``.
-
-    Pair ``i`` turns by ``base ** (-2 i / rotary_dim)``. Scaling of type ``linear`` divides every frequency by
-    ``factor``. Type ``llama3`` (Llama 3.1's long-context recipe, as Meta published it) divides only those whose
-    wavelength exceeds ``original_max_position_embeddings / low_freq_factor``, keeps those shorter than
-    ``original_max_position_embeddings / high_freq_factor``, and blends in between.
-
-    Raises:
-        ConvertError: An unknown scaling type, or one of its numbers is missing.
-    """
-    freq = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
-    kind = "default" if scaling is None else scaling.get("rope_type", "default")
-    if scaling is None or kind == "default":
-        return freq
-    needed = {
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if kind not in needed:
-        raise ConvertError(
-            Problem(
-                "rope_type",
-                f"The reference model does not know RoPE scaling of type {kind!r}.",
-                found=kind,
-                wanted=["default", *needed],
-            )
-        )
-    missing = [key for key in needed[kind] if scaling.get(key) is None]
-    if missing:
-        raise ConvertError(
-            Problem(
-                "rope_scaling",
-                f"RoPE scaling of type {kind!r} lacks {', '.join(missing)}.",
-                found=dict(scaling),
-                wanted=list(needed[kind]),
-            )
-        )
-    if kind == "linear":
-        return freq / scaling["factor"]
-    turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # in the original context
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high != low else (turns >= low).double()
-    return freq * keep + freq / scaling["factor"] * (1.0 - keep)
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The rotation of consecutive positions: ``cos`` and ``sin`` ``[T, rotary_dim / 2]``, and which rows pair up."""
-
-    cos: Tensor
-    sin: Tensor
-    pairing: str
-
-
-class RotaryEmbedding(nn.Module):
-    """Tables of cos and sin, grown on demand; never part of a state dict, always real (also beside meta weights).
-
-    Args:
-        rotary_dim: How many leading dimensions of a head turn; even.
-        base: RoPE theta.
-        scaling: See :func:`inverse_frequencies`.
-        pairing: ``half``: dimensions ``(i, i + rotary_dim / 2)`` turn together; ``interleaved``: ``(2i, 2i + 1)``.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(
-        self, rotary_dim: int, base: float, *, scaling: Mapping[str, Any] | None = None, pairing: str = "half"
-    ) -> None:
-        super().__init__()
-        if rotary_dim % 2:
-            raise ConvertError(Problem("head_dim", f"Rotary dimensions come in pairs, not {rotary_dim}."))
-        if pairing not in PAIRINGS:
-            raise ConvertError(
-                Problem("rope_pairing", f"No such rotary pairing: {pairing!r}.", found=pairing, wanted=list(PAIRINGS))
-            )
-        self.pairing = pairing
-        self.frequencies = inverse_frequencies(rotary_dim, base, scaling)
-        self.register_buffer("cos", torch.empty(0, rotary_dim // 2, device="cpu"), persistent=False)
-        self.register_buffer("sin", torch.empty(0, rotary_dim // 2, device="cpu"), persistent=False)
-        self._fill(256, torch.float32)
-
-    def _fill(self, length: int, dtype: torch.dtype) -> None:
-        """Angles in float64: at position 100,000 a float32 angle is off by up to 0.004."""
-        device = self.cos.device
-        with torch.inference_mode(False):  # the tables outlive the run that needs them first
-            angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * self.frequencies
-            self.cos = angles.cos().to(dtype).to(device)
-            self.sin = angles.sin().to(dtype).to(device)
-
-    def forward(self, start: int, length: int, *, dtype: torch.dtype = torch.float32) -> Rotation:
-        """The rotation of positions ``start`` to ``start + length``, in float32 (float64 for a float64 model)."""
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        stop = start + length
-        if stop > self.cos.shape[0] or self.cos.dtype != dtype:
-            self._fill(max(stop, 2 * self.cos.shape[0] if stop > self.cos.shape[0] else stop), dtype)
-        return Rotation(self.cos[start:stop], self.sin[start:stop], self.pairing)
-
-
-def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn every rotary pair of ``x`` ``[B, heads, T, head_dim]`` by its position's angle.
-
-    Dimensions beyond the rotary ones pass through. The result keeps the order of dimensions of ``x``, and so
-    queries and keys of one model always match.
-    """
-    cos, sin = rotation.cos, rotation.sin
-    rotary_dim = 2 * cos.shape[-1]
-    turning, rest = widen(x[..., :rotary_dim]), x[..., rotary_dim:]
-    if rotation.pairing == "half":
-        a, b = turning.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
-    else:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 class FeedForward(nn.Module):

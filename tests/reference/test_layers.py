@@ -15,6 +15,7 @@ from convert.reference.layers import (
     causal_mask,
     inverse_frequencies,
 )
+from convert.reference.rotary import attention_factor
 
 SCALINGS = [
     None,
@@ -29,6 +30,10 @@ SCALINGS = [
         }
         for factor, original in ((8.0, 8192), (32.0, 8192), (8.0, 32))
     ),
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 8192},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.5},
+    {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512, "beta_fast": 20.0, "beta_slow": 2.0},
 ]
 
 
@@ -45,16 +50,17 @@ def test_frequencies_are_those_of_transformers(scaling, dim):
         max_position_embeddings=16384,
         rope_parameters={"rope_theta": 5e5, **(scaling or {"rope_type": "default"})},
     )
-    theirs = LlamaRotaryEmbedding(config).inv_freq
+    theirs = LlamaRotaryEmbedding(config)
     ours = inverse_frequencies(dim, 5e5, scaling)
-    torch.testing.assert_close(ours.float(), theirs, rtol=2e-6, atol=0)
-    if scaling is not None:
+    torch.testing.assert_close(ours.float(), theirs.inv_freq, rtol=2e-6, atol=0)
+    assert math.isclose(attention_factor(scaling), theirs.attention_scaling, rel_tol=1e-12)
+    if scaling is not None and scaling["factor"] != 1.0:
         assert (ours - inverse_frequencies(dim, 5e5, None)).abs().max() > 1e-6  # the scaling does something
 
 
 def test_unknown_and_incomplete_scaling_stop():
-    with pytest.raises(ConvertError, match="yarn"):
-        inverse_frequencies(8, 1e4, {"rope_type": "yarn", "factor": 2.0})
+    with pytest.raises(ConvertError, match="longrope"):
+        inverse_frequencies(8, 1e4, {"rope_type": "longrope", "factor": 2.0})
     with pytest.raises(ConvertError, match="low_freq_factor, high_freq_factor"):
         inverse_frequencies(8, 1e4, {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 32})
     with pytest.raises(ConvertError, match="pairs"):
