@@ -379,8 +379,49 @@ def test_a_reader_that_goes_away(hf):
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
 
 
+def test_a_bar_on_a_terminal_and_silence_elsewhere(hf, tmp_path):
+    pty = pytest.importorskip("pty")
+    for target, code in (("scratch", 0), ("meta", 130)):
+        ours, theirs = pty.openpty()
+        child = subprocess.Popen(
+            [sys.executable, "-c", SLOW, f"hf-to-{target}", str(hf), str(tmp_path / target)],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            cwd=ROOT,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
+        )
+        os.close(theirs)
+        seen = b""
+        while True:
+            try:
+                data = os.read(ours, 4096)
+            except OSError:  # the terminal's other end is closed
+                break
+            if not data:
+                break
+            seen += data
+            if code == 130 and b"converting" in seen and child.poll() is None:
+                child.send_signal(signal.SIGINT)
+                code = -130  # once
+        out = child.communicate(timeout=30)[0]
+        os.close(ours)
+        assert child.returncode == abs(code)
+        assert b"converting" in seen and (code != 0 or b"/s" in seen)
+        assert b"\x1b[?25h" in seen  # the cursor is given back
+        assert b"converting" not in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["scratch"]
+
+
 def test_as_a_process(hf, tmp_path):
     done = shell("hf-to-scratch", hf, tmp_path / "out")
     assert done.returncode == 0 and "tensors" in done.stdout
     assert shell("hf-to-scratch", hf, tmp_path / "out").returncode == 2
     assert shell("meta-to-hf", hf, tmp_path / "x").returncode == 2
+
+
+def test_without_ggml_the_bytes_are_the_same(hf, tmp_path):
+    for name, env in (("with", {}), ("without", {"CONVERT_NO_GGML": "1"})):
+        done = shell("hf-to-meta", hf, tmp_path / name, "--dtype", "float16", env=os.environ | env)
+        assert done.returncode == 0, done.stderr
+    files = [(tmp_path / name / "consolidated.00.pth").read_bytes() for name in ("with", "without")]
+    assert files[0] == files[1]
