@@ -180,7 +180,7 @@ def _rope(
     table: MappingTable, layout: str, raw: Mapping[str, Any], hub: Mapping[str, Any], theta: float, recorded: Any
 ) -> rope.Rope:
     if table.rope:
-        scaling = gguf_rope(raw) if layout == "gguf" else raw.get("rope_scaling")
+        scaling = rope.from_gguf(raw) if layout == "gguf" else raw.get("rope_scaling")
         if scaling is not None and not isinstance(scaling, Mapping):
             raise ConvertError(Problem("rope", f"rope_scaling is {scaling!r}, which is no set of RoPE settings."))
         context = hub.get("max_position_embeddings")
@@ -192,18 +192,7 @@ def _rope(
         return rope.from_meta(raw, theta, recorded)
     if layout == "scratch":
         return rope.from_scratch(raw, theta)
-    return rope.clean(gguf_rope(raw), theta, context=hub.get("max_position_embeddings"))
-
-
-def gguf_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE keys of a GGUF file; llama3 scaling lies in a tensor and is added by the reader of the file."""
-    arch = raw.get("general.architecture", "")
-    out: dict[str, Any] = {"rope_theta": raw.get(f"{arch}.rope.freq_base")}
-    kind = raw.get(f"{arch}.rope.scaling.type", "none")
-    factor = raw.get(f"{arch}.rope.scaling.factor", raw.get(f"{arch}.rope.scale_linear"))
-    if kind not in ("none", "linear"):
-        return {**out, "rope_type": kind}
-    return {**out, "rope_type": "linear", "factor": factor} if factor not in (None, 0, 1, 1.0) else out
+    return rope.clean(rope.from_gguf(raw), theta, context=hub.get("max_position_embeddings"))
 
 
 def with_rope(hub: Mapping[str, Any], settings: rope.Rope) -> Config:

@@ -220,9 +220,8 @@ def _architecture(plan: ConversionPlan, arch: str) -> dict[str, Value]:
             out[key.replace("{arch}", arch)] = typed
     settings = rope.primary(plan.config["rope_parameters"])
     out[f"{arch}.rope.freq_base"] = F32(float(settings["rope_theta"]))
-    if settings["rope_type"] == "linear":
-        out[f"{arch}.rope.scaling.type"] = Str("linear")
-        out[f"{arch}.rope.scaling.factor"] = F32(float(settings["factor"]))
+    for key, value in rope.to_gguf(settings, arch).items():
+        out[key] = Str(value) if isinstance(value, str) else U32(value) if isinstance(value, int) else F32(value)
     for key, number in layered_rope.to_gguf(table.rope, plan.config["rope_parameters"], arch).items():
         out[key] = F32(number)
     for item in table.metadata:

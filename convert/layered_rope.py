@@ -153,6 +153,11 @@ def to_hf(kinds: Mapping[str, RopeKind], settings: Layered) -> dict[str, Any]:
         for field, keys in told.names.get("hf", {}).items():
             if field in settings[kind]:
                 out[keys[0]] = settings[kind][field]
+    for kind, told in kinds.items():  # one key for several kinds cannot say different things
+        for field, keys in told.names.get("hf", {}).items():
+            if out.get(keys[0]) != settings[kind].get(field):
+                out.pop(keys[0], None)
+    for kind, told in kinds.items():
         if told.scaled and "hf" in told.names:
             scaling = {k: v for k, v in settings[kind].items() if k != "rope_theta"}
             out["rope_scaling"] = None if settings[kind]["rope_type"] == "default" else scaling
@@ -170,9 +175,9 @@ def to_scratch(kinds: Mapping[str, RopeKind], settings: Layered, *, reference: b
     for kind, told in kinds.items():
         names = told.names.get("scratch", {})
         for field, value in settings[kind].items():
-            if field in names:
+            if field in names and out.get(names[field][0], value) == value:
                 out[names[field][0]] = value
-            elif value != told.default.get(field, "default" if field == "rope_type" else None):
+            elif field in names or value != told.default.get(field, "default" if field == "rope_type" else None):
                 if not reference:
                     raise ConvertError(
                         Problem(

@@ -19,6 +19,7 @@ FIELDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
 }
 #: What Meta's code hard-wires behind `use_scaled_rope`; the factor follows from the size (below).
 META_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -66,6 +67,7 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
             hint=f"Supported types: {', '.join(sorted(FIELDS))}.",
         )
     out: Rope = {"rope_type": kind, "rope_theta": _base(parameters.get("rope_theta"), theta)}
+    parameters = _completed(parameters) if kind == "yarn" else parameters
     for field in FIELDS[kind]:
         value = parameters.get(field)
         if value is None and field == "original_max_position_embeddings":
@@ -86,6 +88,33 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
 def primary(settings: Mapping[str, Any]) -> Rope:
     """The settings; of the first kind of layer where each kind has its own (:mod:`convert.layered_rope`)."""
     return dict(settings) if "rope_type" in settings else dict(next(iter(settings.values())))
+
+
+def _completed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's settings with what transformers (5.24) takes where a config is silent.
+
+    Raises:
+        ConvertError: The config asks for a variant that nothing here computes.
+    """
+    if parameters.get("truncate", True) is not True:
+        raise _stop(
+            "this YaRN RoPE does not round the range of its ramp (truncate is false), which is not supported.",
+            found=parameters["truncate"],
+            wanted=True,
+        )
+    out = {"beta_fast": 32.0, "beta_slow": 1.0} | {k: v for k, v in parameters.items() if v is not None}
+    factor = out.get("factor")
+    if out.get("attention_factor") is None and isinstance(factor, (int, float)) and factor > 0:
+        one, other = out.get("mscale"), out.get("mscale_all_dim")
+        numbers = all(isinstance(v, (int, float)) and v for v in (one, other))
+        out["attention_factor"] = yarn_amplitude(factor, one) / yarn_amplitude(factor, other) if numbers else None
+        out["attention_factor"] = out["attention_factor"] or yarn_amplitude(factor)
+    return out
+
+
+def yarn_amplitude(factor: float, scale: Any = 1.0) -> float:
+    """What YaRN's authors recommend to multiply cos and sin by."""
+    return 1.0 if factor <= 1 else 0.1 * float(scale) * math.log(factor) + 1.0
 
 
 def from_hf(config: Mapping[str, Any], default_theta: float) -> Rope:
@@ -212,6 +241,62 @@ def to_scratch(rope: Rope, *, reference: bool = False) -> dict[str, Any]:
     }
 
 
+def from_gguf(raw: Mapping[str, Any]) -> Rope:
+    """RoPE keys of a GGUF file, not yet cleaned; llama3 scaling lies in a tensor and is added by the file's reader."""
+    arch = raw.get("general.architecture", "")
+
+    def key(name: str) -> Any:
+        return raw.get(f"{arch}.rope.{name}")
+
+    out: Rope = {"rope_theta": key("freq_base")}
+    kind, factor = key("scaling.type") or "none", key("scaling.factor")
+    factor = key("scale_linear") if factor is None else factor
+    if kind == "yarn":
+        out |= {"rope_type": kind, "factor": factor, "original_context_length": key("scaling.original_context_length")}
+        fields = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+        out |= {field: key(f"scaling.yarn_{word}") for field, word in fields.items()}
+        usual = yarn_amplitude(factor) if isinstance(factor, (int, float)) else None
+        stated = out["attention_factor"]
+        if usual is not None and isinstance(stated, float) and math.isclose(stated, usual, rel_tol=1e-6):
+            out["attention_factor"] = usual  # of which the file has the float32
+        return out
+    if kind not in ("none", "linear"):
+        return {**out, "rope_type": kind}
+    return {**out, "rope_type": "linear", "factor": factor} if factor not in (None, 0, 1, 1.0) else out
+
+
+def to_gguf(rope: Rope, arch: str) -> dict[str, str | int | float]:
+    """Scaling as GGUF keys; llama3's is a tensor and has none.
+
+    llama.cpp computes YaRN's attention factor from the factor and takes 32 and 1 for its betas, whatever the keys for
+    them say (facts: gguf.md section 4); the keys are written for other readers.
+
+    Raises:
+        ConvertError: llama.cpp cannot be told these settings.
+    """
+    head = f"{arch}.rope.scaling."
+    if rope["rope_type"] == "linear":
+        return {f"{head}type": "linear", f"{head}factor": rope["factor"]}
+    if rope["rope_type"] != "yarn":
+        return {}
+    usual = {"attention_factor": yarn_amplitude(rope["factor"]), "beta_fast": 32.0, "beta_slow": 1.0}
+    other = {k: rope[k] for k, v in usual.items() if not math.isclose(rope[k], v, rel_tol=1e-6)}
+    if other:
+        raise _stop(
+            f"llama.cpp computes YaRN's numbers itself and cannot be told these: {other}.",
+            found=other,
+            wanted={k: usual[k] for k in other},
+        )
+    return {
+        f"{head}type": "yarn",
+        f"{head}factor": rope["factor"],
+        f"{head}original_context_length": rope["original_max_position_embeddings"],
+        f"{head}yarn_attn_factor": rope["attention_factor"],
+        f"{head}yarn_beta_fast": rope["beta_fast"],
+        f"{head}yarn_beta_slow": rope["beta_slow"],
+    }
+
+
 def divisors(rope: Rope, head_dim: int) -> list[float]:
     """llama3 scaling as GGUF keeps it: what each base frequency is divided by, ``head_dim / 2`` values."""
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
@@ -280,4 +365,19 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> list[float]:
         return [f / rope["factor"] for f in base]
     if rope["rope_type"] == "llama3":
         return [f / d for f, d in zip(base, divisors(rope, head_dim), strict=True)]
+    if rope["rope_type"] == "yarn":
+        return [f * (1 - s) + f / rope["factor"] * s for f, s in zip(base, _yarn_ramp(rope, head_dim), strict=True)]
     return base
+
+
+def _yarn_ramp(rope: Rope, head_dim: int) -> list[float]:
+    """How much of the factor each pair takes: from 0 where a pair turns fast to 1 where it turns slowly."""
+
+    def dimension(rotations: float) -> float:
+        periods = rope["original_max_position_embeddings"] / (rotations * 2 * math.pi)
+        return head_dim * math.log(periods) / (2 * math.log(rope["rope_theta"]))
+
+    low = max(math.floor(dimension(rope["beta_fast"])), 0)
+    high = min(math.ceil(dimension(rope["beta_slow"])), head_dim - 1)
+    width = high - low or 0.001
+    return [min(max((i - low) / width, 0.0), 1.0) for i in range(head_dim // 2)]

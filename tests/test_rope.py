@@ -62,7 +62,7 @@ def test_two_spellings_that_disagree_stop(change, word):
         rope.from_hf(good | change, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", "proportional"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional"])
 def test_unknown_types_stop(kind):
     for config in (
         {"rope_scaling": {"type": kind, "factor": 4.0}},
@@ -171,6 +171,58 @@ def test_linear_frequencies_are_those_of_transformers():
     config = LlamaConfig(hidden_size=512, num_attention_heads=8, rope_parameters=dict(settings))
     wanted, _ = ROPE_INIT_FUNCTIONS["linear"](config, "cpu")
     assert rope.inverse_frequencies(settings, 64) == pytest.approx(wanted.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"factor": 8.0, "original_max_position_embeddings": 8192},
+        {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.5},
+        {"factor": 16.0, "original_max_position_embeddings": 512, "beta_fast": 20.0, "beta_slow": 2.0},
+        {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.0},
+        {"factor": 1.0, "original_max_position_embeddings": 4096},
+    ],
+    ids=str,
+)
+def test_yarn_is_that_of_transformers(stated, head_dim):
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings = {"rope_type": "yarn", "rope_theta": 500000.0, **stated}
+    cleaned = rope.clean(settings, 1.0)
+    assert set(cleaned) == {"rope_type", "rope_theta", *rope.FIELDS["yarn"]}  # nothing is left to a reader's default
+    for said in (settings, cleaned):
+        config = LlamaConfig(
+            hidden_size=8 * head_dim,
+            num_attention_heads=8,
+            head_dim=head_dim,
+            rope_parameters=dict(said),
+            max_position_embeddings=65536,
+        )
+        wanted, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        assert rope.inverse_frequencies(cleaned, head_dim) == pytest.approx(wanted.tolist(), rel=1e-6)
+        assert cleaned["attention_factor"] == pytest.approx(scale, rel=1e-12)
+    if stated["factor"] > 1:
+        plain = rope.inverse_frequencies({**cleaned, "rope_type": "default"}, head_dim)
+        assert plain != pytest.approx(wanted.tolist(), rel=1e-2)
+
+
+def test_yarn_in_gguf_and_back():
+    stated = {"factor": 8.0, "original_max_position_embeddings": 8192}
+    settings = rope.clean({"rope_type": "yarn", **stated}, 500000.0)
+    keys = rope.to_gguf(settings, "olmo2")
+    stored = {k: _float32([v])[0] if isinstance(v, float) else v for k, v in keys.items()}
+    raw = {"general.architecture": "olmo2", "olmo2.rope.freq_base": 500000.0, **stored}
+    assert rope.clean(rope.from_gguf(raw), 1.0) == settings
+    bare = {k: v for k, v in raw.items() if "yarn_" not in k}  # files of others
+    assert rope.clean(rope.from_gguf(bare), 1.0) == settings
+    for change in ({"attention_factor": 1.0}, {"beta_fast": 20.0}, {"beta_slow": 2.0}):
+        with pytest.raises(ConvertError, match=f"llama.cpp computes.*{next(iter(change))}"):
+            rope.to_gguf(settings | change, "olmo2")
+    with pytest.raises(ConvertError, match="truncate"):
+        rope.clean({**settings, "truncate": False}, 1.0)
 
 
 def _float32(values: list[float]) -> list[float]:

@@ -145,7 +145,7 @@ def test_biases_of_zeros_are_a_note(made, tmp_path):
         ({"attention_bias": True}, "missing"),
         ({"model_type": "mamba"}, "mamba"),
         ({"hidden_size": "x"}, "hidden_size"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4}}, "longrope"),
         ({"num_attention_heads": None}, "num_attention_heads"),
     ],
 )
