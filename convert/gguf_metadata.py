@@ -22,7 +22,7 @@ from convert.gguf_record import CONFIG_KEY, GENERATION_KEY, ROPE_KEY
 from convert.layout import Dims
 from convert.model_card import many, one, read_card
 from convert.plan import ConversionPlan, Request
-from convert.record import carried, head_hash
+from convert.record import carried, head_hash, stated_keys
 from convert.table import Metadata
 
 #: ``general.quantization_version``: of ggml's block types, 2 since 2023 (GGML_QNT_VERSION).
@@ -254,7 +254,7 @@ def _provenance(plan: ConversionPlan) -> dict[str, Value]:
     from convert import __version__
 
     source = plan.source
-    config = carried(plan.config, source.raw_config if source.layout == "hf" else source.record.get("config"))
+    config = carried(plan.config, stated_keys(source))
     config = {key: value for key, value in config.items() if not key.startswith("_")}
     out = {
         "convert.version": Str(f"ckpt-convert {__version__}"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
+from convert.normalisers import text_config
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -49,7 +50,8 @@ def record(plan: ConversionPlan) -> dict[str, Any]:
 def stated_keys(source: Checkpoint) -> dict[str, Any] | None:
     """What a ``config.json`` said of the model once: the source's own, or what an earlier conversion kept of it."""
     if source.layout == "hf" and configs.layout_of(source.raw_config, [source.table]) == "hf":
-        return source.raw_config
+        # What a multimodal model's config says around the text part is not about the tensors that are taken.
+        return text_config(source.raw_config) if "text_config" in source.table.normalise else source.raw_config
     kept = source.record.get("config")
     return kept if isinstance(kept, dict) else None
 
