@@ -293,3 +293,26 @@ def test_the_file_says_how_it_was_made(tmp_path):
     assert (
         said["convert.layout"] == "scratch" and said["convert.qk_layout"] == "half" and said["convert.tied"] == "false"
     )
+
+
+@pytest.mark.parametrize(("theta", "positions"), [(500000.0, 8192), (10000.0, 4096)])
+def test_positions_that_no_config_states_are_assumed_and_said(tmp_path, theta, positions):
+    """The book's dict and a GGUF file state them usually, but nothing in the weights needs them."""
+    made = make_scratch(tmp_path / "m", replace(get_shape("gqa8"), theta=theta))
+    place = made.path / "scratch_config.json"
+    place.write_text(json.dumps({k: v for k, v in json.loads(place.read_text()).items() if k != "context_length"}))
+    found = plan(made.path, "hf")
+    written = found.sidecars["config.json"]
+    assert isinstance(written, bytes) and json.loads(written)["max_position_embeddings"] == positions
+    assert any(f"{positions} is assumed" in note for note in found.notes)
+    stated = plan(made.path, "hf", context=77)  # the control
+    assert isinstance(stated.sidecars["config.json"], bytes)
+    assert json.loads(stated.sidecars["config.json"])["max_position_embeddings"] == 77
+    assert not any("is assumed" in note for note in stated.notes)
+
+
+def test_a_gguf_file_that_states_no_context(tmp_path):
+    path = make_gguf(tmp_path / "m.gguf", "gqa8").path
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"llama.context_length", b"llama.context_lengtX"))
+    assert any("8192 is assumed" in note for note in plan(path, "hf").notes)

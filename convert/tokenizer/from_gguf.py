@@ -169,6 +169,7 @@ def _byte_level(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
 def _merges(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[tuple[str, str]]:
     """Merges as pairs of the token objects themselves (copies of 280,000 pairs would cost more than all else)."""
     own = {text: text for text in tokens}
+    _want_utf8("merges", metadata["tokenizer.ggml.merges"])
     merges = []
     for line in metadata["tokenizer.ggml.merges"]:
         cut = line.find(" ", 1)  # as llama.cpp splits it: a piece may begin with a space
@@ -200,8 +201,7 @@ def _token_list(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [NORMAL] * len(tokens)
     if not tokens or len(types) != len(tokens):
         raise ConvertError(_damaged("tokens and token types differ in number", len(types), len(tokens)))
-    if not "".join(tokens).isascii() and any(0xD800 <= ord(char) < 0xE000 for char in "".join(tokens)):
-        raise ConvertError(_damaged("tokens are not UTF-8, which a tokenizer.json must be"))
+    _want_utf8("tokens", tokens)
     while types and types[-1] == UNUSED and tokens[-1] == padding_token(len(tokens) - 1):
         tokens.pop()
         types.pop()
@@ -209,6 +209,13 @@ def _token_list(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     if problem:
         raise ConvertError(problem)
     return tokens, types
+
+
+def _want_utf8(what: str, texts: Sequence[str]) -> None:
+    """Bytes that are no UTF-8 came in as surrogates, and no JSON file can hold those."""
+    joined = "".join(texts)
+    if not joined.isascii() and any(0xD800 <= ord(char) < 0xE000 for char in joined):
+        raise ConvertError(_damaged(f"{what} are not UTF-8, which a tokenizer's files must be"))
 
 
 def _special(tokenizer: Tokenizer, metadata: Mapping[str, Any], unknown: int | None) -> None:
@@ -225,3 +232,4 @@ def _special(tokenizer: Tokenizer, metadata: Mapping[str, Any], unknown: int | N
         source = metadata.get(f"tokenizer.chat_template.{name}")
         if source is not None:
             tokenizer.chat_templates[name] = source
+    _want_utf8("chat templates", [str(text) for text in tokenizer.chat_templates.values()])

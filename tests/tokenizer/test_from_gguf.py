@@ -124,7 +124,20 @@ def test_every_pre_tokenizer_splits_as_llama_cpp_does(
 
 @pytest.mark.parametrize(
     "name",
-    ["alias", "unknown", "none", "rwkv", "no scores", "no merges", "half a merge", "not UTF-8", "types", "duplicate"],
+    [
+        "alias",
+        "unknown",
+        "none",
+        "rwkv",
+        "no scores",
+        "no merges",
+        "half a merge",
+        "not UTF-8",
+        "merges",
+        "template",
+        "types",
+        "duplicate",
+    ],
 )
 def test_damaged_and_foreign_tokenizers(name: str, small: dict[str, Value]) -> None:
     keys = llama_cpp.values(small)
@@ -137,6 +150,8 @@ def test_damaged_and_foreign_tokenizers(name: str, small: dict[str, Value]) -> N
         "rwkv": keys | {"tokenizer.ggml.model": "rwkv"},
         "no scores": keys | {"tokenizer.ggml.model": "llama"},
         "half a merge": keys | {"tokenizer.ggml.merges": ["ab"]},
+        "merges": keys | {"tokenizer.ggml.merges": [*keys["tokenizer.ggml.merges"][:-1], "a \udcff"]},
+        "template": keys | {"tokenizer.chat_template": "{{ '\udcff' }}"},
         "not UTF-8": keys | {"tokenizer.ggml.tokens": [*keys["tokenizer.ggml.tokens"][:-1], "\udcff"]},
         "types": keys | {"tokenizer.ggml.token_type": ["x"] * 600},
         "no merges": {key: value for key, value in keys.items() if "merges" not in key},
