@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from convert.errors import Problem
 from convert.shapes import primary_key
-from convert.source import Array, Source
+from convert.source import Array, Joined, Source
 
 if TYPE_CHECKING:
     from convert.match import Match
+
+#: Bytes of a tensor that are compared, three times, to tell two files apart.
+_SAMPLE_BYTES = 4096
 
 
 class EveryNth(Source):
@@ -48,6 +52,9 @@ def collapse(match: Match) -> int:
     """
     checkpoint = match.checkpoint
     files = len(checkpoint.files)
+    match.problems += repeated_files(match)
+    if match.problems:
+        return 1
     heads, head_dim = int(checkpoint.dims["K"]), int(checkpoint.dims["hd"])
     # Heads are repeated only where there were more files than heads, so that each file has exactly one.
     if checkpoint.layout != "meta" or files < 2 or heads != files:
@@ -68,6 +75,45 @@ def collapse(match: Match) -> int:
         "the copies are dropped"
     )
     return step
+
+
+def repeated_files(match: Match) -> list[Problem]:
+    """Model-parallel files that hold the part of another: a file copied or downloaded twice under two names.
+
+    Joined, they would give a model of the right shapes. Blocks of the embedding and of one layer's matrices are
+    compared; heads that are stored several times on purpose do not count, nor do zeros.
+    """
+    parts = [
+        source.parts
+        for (row_id, layer), source in match.logical.items()
+        if isinstance(source, Joined) and layer in (None, 0) and not _is_kv(match, row_id)
+    ]
+    if not parts or match.checkpoint.layout != "meta":
+        return []
+    seen: dict[tuple[bytes, ...], str] = {}
+    problems = []
+    for number, file in enumerate(match.checkpoint.files):
+        sample = tuple(_sample(p[number]) for p in parts if len(p) == len(match.checkpoint.files))
+        first = seen.setdefault(sample, file.name)
+        if first != file.name and any(any(block) for block in sample):
+            problems.append(
+                Problem(
+                    "repeated_file",
+                    f"{file.name} holds the same weights as {first}, where every file should hold a part of its own.",
+                    file=str(file),
+                    found=first,
+                    wanted="another part",
+                    hint="A file copied or downloaded twice? Fetch it again.",
+                )
+            )
+    return problems
+
+
+def _sample(source: Source) -> bytes:
+    """A few rows from the beginning, the middle and the end."""
+    rows = source.shape[0]
+    count = max(1, min(rows, _SAMPLE_BYTES // max(1, source.row_bytes)))
+    return b"".join(source.read(r, r + count).tobytes() for r in sorted({0, (rows - count) // 2, rows - count}))
 
 
 def _is_kv(match: Match, row_id: str) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 import convert
+from convert.errors import ConvertError
 from tests.fixtures import make_hf, make_meta
 
 
@@ -55,3 +58,25 @@ def test_one_different_value_keeps_all_heads(tmp_path: Path) -> None:
     assert found["model.layers.0.self_attn.k_proj.weight"].shape == (32, 64)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_key_value_heads"] == 4
     assert not any("stored 2 times" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(("shape", "files"), [("gqa8", 2), ("h32kv8", 8), ("mha", 2)])
+@pytest.mark.parametrize("axis", ["llama2", "llama3"])
+def test_one_file_under_two_names_is_no_model(tmp_path: Path, shape: str, files: int, axis: str) -> None:
+    """Shapes, norms and zip checksums are all right; 8/2 heads in 2 files look like heads stored twice."""
+    made = make_meta(tmp_path / "meta", shape, mp=files, embedding_axis=axis)
+    assert convert.validate(made.path).ok
+    last = made.path / f"consolidated.{files - 1:02d}.pth"
+    shutil.copy(made.path / "consolidated.00.pth", last)
+    found = convert.validate(made.path)
+    assert [(p.kind, p.found) for p in found.problems] == [("repeated_file", "consolidated.00.pth")]
+    with pytest.raises(ConvertError, match=rf"{last.name} holds the same weights as consolidated\.00"):
+        convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_zeros_are_not_taken_for_copies(tmp_path: Path) -> None:
+    made = make_meta(tmp_path / "meta", "gqa8", mp=2)
+    for file in made.path.glob("*.pth"):
+        torch.save({n: torch.zeros_like(t) for n, t in torch.load(file).items()}, file)
+    assert convert.validate(made.path).ok
