@@ -42,13 +42,13 @@ def story(table: MappingTable, layouts: tuple[str, ...] | None = None) -> Iterat
         yield f"  {row.id}  [{', '.join(e.text for e in row.shape)}]{_remarks(table, row)}"
         for layout in shown:
             name = row.names.get(layout)
-            fused = next((f for f in table.fused if f.layout == layout and row.id in f.parts), None)
-            if fused is not None:
-                name = (
-                    f"{fused.name}, part {fused.parts.index(row.id) + 1} of {len(fused.parts)} along axis {fused.axis}"
-                )
             prefix = table.prefix.get(layout, "") if row.in_block else ""
-            yield f"    {layout:8} {prefix + name if name else '–'}"
+            shown_names = [prefix + name] if name else []
+            for fused in (f for f in table.fused if f.layout == layout and row.id in f.parts):
+                part = f"part {fused.parts.index(row.id) + 1} of {len(fused.parts)} along axis {fused.axis}"
+                told = prefix + fused.name + (f", {part}" if len(fused.parts) > 1 else "")
+                shown_names = [*shown_names, told] if fused.alternative else [told]
+            yield f"    {layout:8} {', or '.join(shown_names) or '–'}"
     for layout in shown:
         for rule in (r for r in table.ignore if r.layout == layout):
             yield ""
@@ -116,7 +116,7 @@ def family_lines(said: dict[str, Any]) -> list[tuple[str, str]]:
     tying = (
         "no"
         if not said["can_be_tied"]
-        else f"decided from the tensors; published tied: {', '.join(said['tied_sizes'])}"
+        else f"decided from the tensors; published tied: {', '.join(said['tied_sizes']) or 'none'}"
     )
     return [
         ("layouts", ", ".join(said["layouts"])),

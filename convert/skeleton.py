@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
+from convert import config as configs
+from convert.layout import Dims
 from convert.listing import MEANINGS
 from convert.names import LAYOUT
 from convert.table import CONVENTIONS, MappingTable, TensorRow
@@ -31,9 +33,10 @@ def skeleton(table: MappingTable, names: Mapping[str, str] | None = None, prefix
         f'prefix     = "{lead}"   # stands before every name in [block] and [[fused]]; {{l}} is the layer',
         *_convention(table),
     ]
+    usual = _usual(table) | set(known)
     for section in ("top", "block"):
         lines += ["", f"[{section}]"]
-        lines += _rows([r for r in table.rows.values() if r.id.startswith(section + ".")], section, known)
+        lines += _rows([r for r in table.rows.values() if r.id.startswith(section + ".")], section, known, usual)
     return "\n".join([*lines, *_fused(table)]) + "\n"
 
 
@@ -48,7 +51,18 @@ def _convention(table: MappingTable) -> Iterator[str]:
     yield f"convention = {{ {said} }}   # what your code computes; a wrong one loads and then speaks nonsense"
 
 
-def _rows(rows: list[TensorRow], section: str, known: Mapping[str, str]) -> Iterator[str]:
+def _usual(table: MappingTable) -> set[str]:
+    """Rows that every model of the family has, and those that its first published size has in some layer."""
+    rows = list(table.rows.values())
+    always = {row.id for row in rows if not row.when}
+    if not table.sizes:
+        return always
+    dims = Dims(table, configs.published(table, next(iter(table.sizes))))
+    layers = range(dims.n_layers)
+    return always | {r.id for r in rows if r.in_block and any(all(dims.value(w, i) for w in r.when) for i in layers)}
+
+
+def _rows(rows: list[TensorRow], section: str, known: Mapping[str, str], usual: Collection[str]) -> Iterator[str]:
     cells = []
     for row in rows:
         name = known.get(row.id) or row.names.get(LAYOUT)
@@ -57,7 +71,7 @@ def _rows(rows: list[TensorRow], section: str, known: Mapping[str, str]) -> Iter
         notes = [f"[{', '.join(e.text for e in row.shape)}]"]
         notes += ["only if " + " and ".join(e.text for e in row.when)] if row.when else []
         notes += [f"may share {row.tied_to.removeprefix('top.')}"] if row.tied_to else []
-        off = "# " if row.when and row.id not in known else ""
+        off = "" if row.id in usual else "# "
         cells.append((f"{off}{row.id.removeprefix(section + '.')}", f'"{name}"', ", ".join(notes)))
     key, value = (max((len(c[i]) for c in cells), default=0) for i in (0, 1))
     for left, middle, right in cells:

@@ -32,7 +32,9 @@ CONFIG_KINDS = ("number", "numbers", "flag", "text", "texts", "ids")
 #: (:func:`convert.normalisers.layer_period`), and the RoPE settings that :mod:`convert.rope` brings into one form.
 COMMON_NAMES = frozenset({"l", "layer_period", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
 
-_ROW_KEYS = frozenset({"shape", "when", "rope", "role", "tied_to", "parallel", "norm", "linear", "to", *LAYOUTS})
+_ROW_KEYS = frozenset(
+    {"shape", "when", "rope", "role", "tied_to", "always", "parallel", "norm", "linear", "to", *LAYOUTS}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class TensorRow:
         rope: Number of heads whose rotary pairs the rows are, or None.
         role: What ``inspect`` counts it under; derived from the path if not stated.
         tied_to: The row whose values this one shares in a tied model.
+        always: Layouts that store it in a tied model too, because their loader asks for it.
         parallel: The axis that Meta's model-parallel files split, or None for a tensor that each holds whole.
         norm: Whether it is a norm's weight, to which the ``norm`` convention applies.
         linear: Whether it is a linear layer's weight, to which the ``linear`` convention applies.
@@ -64,6 +67,7 @@ class TensorRow:
     norm: bool = False
     linear: bool = False
     to: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
+    always: tuple[str, ...] = ()
 
     @property
     def experts(self) -> bool:
@@ -283,11 +287,14 @@ def _alternatives(value: Any, where: str) -> tuple[Expr, ...]:
 
 
 def _rows(raw: Mapping[str, Any], source: str) -> Iterator[TensorRow]:
+    layouts = tuple(raw.get("layouts", LAYOUTS))
     for section in ("top", "block"):
-        yield from _walk(raw[section], (section,), (), source)
+        yield from _walk(raw[section], (section,), (), source, layouts)
 
 
-def _walk(tree: Mapping[str, Any], path: tuple[str, ...], when: tuple[Expr, ...], source: str) -> Iterator[TensorRow]:
+def _walk(
+    tree: Mapping[str, Any], path: tuple[str, ...], when: tuple[Expr, ...], source: str, layouts: tuple[str, ...]
+) -> Iterator[TensorRow]:
     for key, value in tree.items():
         if key == "when" or value is False:
             continue
@@ -296,7 +303,7 @@ def _walk(tree: Mapping[str, Any], path: tuple[str, ...], when: tuple[Expr, ...]
             raise TableError(f"{where}: unknown key {key!r}.", hint="A row has a shape; a block holds rows and `when`.")
         conditions = (*when, Expr(value["when"], where)) if "when" in value else when
         if "shape" not in value:
-            yield from _walk(value, (*path, key), conditions, source)
+            yield from _walk(value, (*path, key), conditions, source, layouts)
             continue
         unknown = sorted(set(value) - _ROW_KEYS)
         if unknown:
@@ -305,7 +312,7 @@ def _walk(tree: Mapping[str, Any], path: tuple[str, ...], when: tuple[Expr, ...]
             id=".".join((*path, key)),
             shape=tuple(Expr(s, where) for s in value["shape"]),
             when=conditions,
-            names={layout: value[layout] for layout in LAYOUTS if value.get(layout)},
+            names={layout: value[layout] for layout in LAYOUTS if layout in layouts and value.get(layout)},
             rope=Expr(value["rope"], where) if value.get("rope") else None,
             role=value.get("role") or _role((*path, key)),
             tied_to=value.get("tied_to"),
@@ -313,6 +320,7 @@ def _walk(tree: Mapping[str, Any], path: tuple[str, ...], when: tuple[Expr, ...]
             norm=bool(value.get("norm")),
             linear=bool(value.get("linear")),
             to={layout: tuple(ops) for layout, ops in (value.get("to") or {}).items()},
+            always=tuple(value.get("always", ())),
         )
 
 

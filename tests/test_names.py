@@ -125,5 +125,5 @@ def test_the_skeleton_loads_and_is_the_books_own(tmp_path, family):
     table = load(tmp_path, skeleton(base))
     size = next(iter(base.sizes))
     assert keys(table, size) == keys(base, size)
-    named = load(tmp_path, skeleton(base).replace("trf_blocks.{l}.", "blocks.{l}."))
+    named = load(tmp_path, skeleton(base).replace(base.prefix["scratch"], "mine.{l}."))
     assert keys(named, size) != keys(base, size)
