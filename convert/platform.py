@@ -115,6 +115,22 @@ def keep_freed_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BYTES)
 
 
+def available_memory() -> int | None:
+    """Bytes that a process can still take: what the system has left, and its container's limit; None if unknown."""
+    found = []
+    for path in ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if path.endswith("meminfo"):
+            found += [int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:")]
+        elif text.strip().isdecimal():  # "max": no limit
+            found.append(int(text))
+    return min(found, default=None)
+
+
 def lock_file(fd: int) -> bool:
     """Lock an open file for as long as it is open; whether nobody else holds it.
 

@@ -23,7 +23,7 @@ from convert.errors import ConvertError, Problem
 from convert.formats.crc import crc32_combine
 from convert.output import Claim, check_target, write_sidecar
 from convert.plan import ConversionPlan, Output, Target, piece_rows
-from convert.platform import copy_range, keep_freed_memory, write_at
+from convert.platform import available_memory, copy_range, keep_freed_memory, write_at
 from convert.readback import read_back
 from convert.source import Source
 
@@ -101,30 +101,31 @@ def run(
         out: Target folder, or file for a single-file format.
         threads: Workers.
         overwrite: Replace what is there.
-        force: Write although free space looks too small.
+        force: Write although free space or memory look too small.
         progress: Called with the number of bytes written since the last call.
         cancel: When set, work stops and the partial output is removed.
 
     Raises:
-        ConvertError: Values do not fit the target type, or the check after writing failed.
+        ConvertError: Disk or memory are too small, values do not fit the target type, or the check after writing
+            failed.
         Cancelled: ``cancel`` was set.
     """
     plan.bind(out)
     check_target(plan, out, overwrite=overwrite, force=force)
+    if not force:
+        _refuse_memory(plan.peak_memory(threads))
     keep_freed_memory()
     started = time.perf_counter()
     claim = Claim(out, single=plan.single_file)
-    writer = _Writer(plan, claim.folder, progress or (lambda _: None), cancel or threading.Event())
     try:
-        writer.write(threads)
-        loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
-        for name, value in plan.sidecars.items():
-            write_sidecar(claim.folder, name, value)
-        checked = read_back(plan, claim.folder, writer.fds)
-        writer.close()
+        with contextlib.closing(_Writer(plan, claim.folder, progress, cancel or threading.Event())) as writer:
+            writer.write(threads)
+            loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
+            for name, value in plan.sidecars.items():
+                write_sidecar(claim.folder, name, value)
+            checked = read_back(plan, claim.folder, writer.fds)
         claim.commit()
     except BaseException:
-        writer.close()
         claim.abandon()
         raise
     notes = list(plan.notes)
@@ -142,13 +143,28 @@ def run(
     )
 
 
+def _refuse_memory(needed: int) -> None:
+    """Being killed by the system says nothing and cleans nothing; this does, before it could happen."""
+    there = available_memory()
+    if there is not None and needed > there:
+        raise ConvertError(
+            Problem(
+                "memory",
+                f"this needs about {needed:,} bytes of memory and {there:,} are available.",
+                found=there,
+                wanted=needed,
+                hint="Use fewer --threads; --force tries all the same.",
+            )
+        )
+
+
 class _Writer:
     """The open files of one run and the pieces that go into them."""
 
-    def __init__(self, plan: ConversionPlan, folder: Path, progress: Progress, cancel: threading.Event) -> None:
+    def __init__(self, plan: ConversionPlan, folder: Path, progress: Progress | None, cancel: threading.Event) -> None:
         self.plan = plan
         self.folder = folder
-        self.progress = progress
+        self.progress = progress or (lambda _: None)
         self.cancel = cancel
         self.failed = threading.Event()
         self.fds: list[int] = []

@@ -145,3 +145,29 @@ def test_folders_that_cannot_be_opened_are_no_error(tmp_path):
     platform.sync_folder(tmp_path)
     platform.sync_folder(tmp_path / "absent")
     platform.keep_freed_memory()
+
+
+def test_memory_that_is_left(monkeypatch):
+    """The least of what the system and its container say; what cannot be read does not count."""
+    import builtins
+    import io
+
+    files = {
+        "/proc/meminfo": "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable: 500 kB\n",
+        "/sys/fs/cgroup/memory.max": "max\n",
+    }
+
+    def fake(path, **_):
+        if path not in files:
+            raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+
+    monkeypatch.setattr(builtins, "open", fake)
+    assert platform.available_memory() == 500 << 10
+    files["/sys/fs/cgroup/memory.max"] = "1000\n"
+    assert platform.available_memory() == 1000
+    files.clear()
+    assert platform.available_memory() is None
+    monkeypatch.undo()
+    real = platform.available_memory()
+    assert real is None or real > 1 << 20

@@ -280,7 +280,7 @@ def test_where_two_files_meet_only_a_small_piece_passes_through_memory(tmp_path,
     for i, output in enumerate(plan.outputs):
         if isinstance(output.source, Joined) and output.source.axis == 0:
             plan.outputs[i] = engine.Output(Recorded(output.source, reads), output.targets)
-    pieces = list(engine._Writer(plan, tmp_path, lambda _: None, threading.Event())._pieces())
+    pieces = list(engine._Writer(plan, tmp_path, None, threading.Event())._pieces())
     for output in plan.outputs:  # every row once, in order
         spans = [(a, b) for o, a, b in pieces if o is output]
         assert spans[0][0] == 0 and spans[-1][1] == output.source.shape[0]
@@ -346,6 +346,17 @@ def test_memory_does_not_grow_with_the_model(deep, tmp_path, target, dtype):
         assert estimate <= 150 << 20
     assert peaks[16] <= peaks[8] + (12 << 20), peaks
     assert size > peaks[16] * 1.2  # and the model would not have fitted
+
+
+def test_too_little_memory_is_said_before_it_could_kill(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "available_memory", lambda: 50 << 20)
+    with pytest.raises(ConvertError, match=r"52,428,800 are available.*--threads"):
+        convert.convert_checkpoint(made.path, tmp_path / "out", to="meta")
+    assert not left(tmp_path)
+    with convert.open_checkpoint(made.path) as opened:
+        run(convert.plan_conversion(opened, "meta"), tmp_path / "forced", force=True)
+    monkeypatch.setattr(engine, "available_memory", lambda: None)  # nobody knows
+    convert.convert_checkpoint(made.path, tmp_path / "out", to="meta")
 
 
 def test_a_pool_is_closed_after_a_conversion(made, tmp_path, monkeypatch):
