@@ -81,6 +81,8 @@ def detect(
     tables = [table] if table else [load_table(f) for f in ([family] if family else families())]
     if wanted:
         tables = [t for t in tables if wanted in t.model_types] or tables
+    elif not (table or family or format == "gguf"):
+        tables = _of_architecture(tables, config)
     layouts = [layout] if layout else ["gguf"] if format == "gguf" else [x for x in ("hf", "meta", "scratch")]
     if format == "gguf":
         arch = str((config or {}).get("general.architecture"))
@@ -137,6 +139,28 @@ def stated_family(config: Mapping[str, Any] | None) -> str | None:
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
     value = (config or {}).get("model_type")
     return str(value) if value else None
+
+
+def _of_architecture(tables: list[MappingTable], config: Mapping[str, Any] | None) -> list[MappingTable]:
+    """The tables of a config's ``architectures``, which decide where there is no ``model_type``.
+
+    ``LlamaForCausalLM``, ``LlamaModel`` and ``LlamaForSequenceClassification`` are one architecture.
+
+    Raises:
+        ConvertError: No table describes it.
+    """
+    stated = (config or {}).get("architectures")
+    stems = {_stem(a) for a in stated if isinstance(a, str)} if isinstance(stated, list) else set()
+    if not stems:
+        return tables
+    fitting = [t for t in tables if stems & {_stem(a) for a in t.architectures}]
+    if not fitting:
+        raise _unknown(f"{', '.join(map(repr, stated or ()))}", tables)
+    return fitting
+
+
+def _stem(architecture: str) -> str:
+    return architecture.partition("For")[0].removesuffix("Model")
 
 
 def _unknown(what: str, tables: list[MappingTable]) -> ConvertError:

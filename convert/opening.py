@@ -15,7 +15,7 @@ from convert import shapes
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import with_scaling
-from convert.locate import Found
+from convert.locate import CONFIG_NAMES, Found
 from convert.table import MappingTable, families, load_table
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ def find_config(
         raw, path = configs.plain(options.config), Path("config")
     elif options.config is not None:
         path = Path(options.config)
+        path = next((path / name for name in CONFIG_NAMES if (path / name).is_file()), path)  # of another checkpoint
         if not path.is_file():
-            raise UsageError(f"--config {path}: no such file.")
+            raise UsageError(f"--config {path}: no such file.", hint=f"A folder has one of {', '.join(CONFIG_NAMES)}.")
         raw = configs.read_json(path)
     elif found.format == "gguf":
         return dict(containers[0].metadata), "gguf"
@@ -53,10 +54,11 @@ def find_config(
     if layout is None and isinstance(raw.get("model"), dict):
         layout = configs.layout_of(raw["model"], [load_table(f) for f in families()])
     if layout is None and not wrapped:
+        keys = ", ".join(map(repr, list(raw)[:6])) or "no keys"
         raise ConvertError(
             Problem(
                 "config",
-                f"{path.name} is no config of a kind known here: it has {', '.join(map(repr, list(raw)[:6]))}.",
+                f"{path.name} is no config of a kind known here: it has {keys}.",
                 file=str(path),
                 hint="config.json, params.json and the book's dict are known.",
             )

@@ -344,3 +344,17 @@ def test_how_it_looks(tmp_path):
     parser = Balanced()
     parser.feed(page)
     assert not parser.depth
+
+
+@pytest.mark.parametrize("maker", [make_hf, make_meta, make_scratch])
+def test_the_config_of_another_folder(tmp_path, maker):
+    """``--config`` takes the folder that holds one, as SRC does."""
+    made = make_hf(tmp_path / "m", "gqa8")
+    (made.path / "config.json").unlink()
+    other = maker(tmp_path / "other", "gqa8").path
+    with convert.open_checkpoint(made.path, config=other) as found:
+        assert (found.config["num_attention_heads"], found.config["num_key_value_heads"]) == (8, 2)
+        assert not found.match.problems
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UsageError, match=r"config\.json, params\.json"):
+        convert.open_checkpoint(made.path, config=tmp_path / "none")

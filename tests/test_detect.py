@@ -105,3 +105,26 @@ def test_adapters_are_named_with_the_way_to_merge(name):
     with pytest.raises(ConvertError, match="LoRA") as error:
         detect([*names("hf"), name], None, format="safetensors")
     assert "merge" in str(error.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "known"),
+    [
+        ("LlamaForCausalLM", True),
+        ("LlamaModel", True),
+        ("LlamaForSequenceClassification", True),
+        ("MistralForCausalLM", True),
+        ("MixtralForCausalLM", False),
+        ("LlamaGuardianForCausalLM", False),
+    ],
+)
+def test_architectures_decide_where_there_is_no_model_type(architecture, known):
+    config = {"architectures": [architecture]}
+    if known:
+        assert detect(names("hf"), config, format="safetensors")[0].family == "llama"
+        return
+    with pytest.raises(ConvertError, match=architecture) as error:
+        detect(names("hf"), config, format="safetensors")
+    assert "--family" in str(error.value)
+    assert detect(names("hf"), config, format="safetensors", family="llama")[1] == "hf"
+    assert detect(names("hf"), config | {"model_type": "llama"}, format="safetensors")[1] == "hf"
