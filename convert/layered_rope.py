@@ -192,10 +192,24 @@ def to_scratch(kinds: Mapping[str, RopeKind], settings: Layered, *, reference: b
 
 
 def to_gguf(kinds: Mapping[str, RopeKind], settings: Layered, arch: str) -> dict[str, float]:
-    """Fields by GGUF key, beside the first kind's ``rope.freq_base`` and scaling; all are float32 there."""
-    return {
-        keys[0].replace("{arch}", arch): float(settings[kind][field])
-        for kind, told in kinds.items()
-        for field, keys in told.names.get("gguf", {}).items()
-        if field in settings[kind]
-    }
+    """Fields by GGUF key, beside the first kind's ``rope.freq_base`` and scaling; all are float32 there.
+
+    Raises:
+        ConvertError: A setting of another kind that GGUF has no key for.
+    """
+    out: dict[str, float] = {}
+    for number, (kind, told) in enumerate(kinds.items()):
+        names = told.names.get("gguf", {})
+        for field, value in settings[kind].items():
+            if field in names:
+                out[names[field][0].replace("{arch}", arch)] = float(value)
+            elif number and value != told.default.get(field, "default" if field == "rope_type" else None):
+                raise ConvertError(
+                    Problem(
+                        "rope",
+                        f"GGUF has no key for {field} = {value!r} of {kind} layers in this architecture.",
+                        found=value,
+                        wanted=told.default.get(field, "default"),
+                    )
+                )
+    return out

@@ -264,7 +264,9 @@ def refusals(table: MappingTable, dims: Dims, request: Request) -> list[Problem]
 def _omitted(plan: ConversionPlan, slot: Slot) -> bool:
     """A tied head is not stored twice where the target's loader ties by itself."""
     row = plan.table.rows[slot.keys[0][0]]
-    return bool(row.tied_to) and plan.tied and plan.request.tie != "copy" and plan.request.target in ("hf", "gguf")
+    target = plan.request.target
+    ties = target in ("hf", "gguf") and target not in row.always
+    return bool(row.tied_to) and plan.tied and plan.request.tie != "copy" and ties
 
 
 def _slot_source(plan: ConversionPlan, slot: Slot) -> Source:

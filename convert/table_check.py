@@ -45,6 +45,8 @@ def check_table(table: MappingTable) -> None:
     for row in table.rows.values():
         if row.tied_to and row.tied_to not in table.rows:
             raise TableError(f"{source}: {row.id}: tied_to names {row.tied_to!r}, which is no row.")
+        if strange := sorted(set(row.always) - set(LAYOUTS)):
+            raise TableError(f"{source}: {row.id}: always: {strange[0]!r} is none of {', '.join(LAYOUTS)}.")
         if row.in_block and not set(row.names) <= set(table.prefix):
             raise TableError(f"{source}: {row.id}: no prefix for {sorted(set(row.names) - set(table.prefix))}.")
         for layout, operations in row.to.items():

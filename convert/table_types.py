@@ -107,6 +107,8 @@ def _rows(tree: Mapping[str, Any], where: str) -> None:
                 _want(isinstance(inner, _EXPRESSIONS), f"{place}.{name}", inner, "an expression")
             elif name in ("norm", "linear"):
                 _want(isinstance(inner, bool), f"{place}.{name}", inner, "true or false")
+            elif name == "always":
+                _want(_all(inner, str), f"{place}.always", inner, "a list of layouts")
             elif name == "to":
                 _operations(inner, f"{place}.to")
             elif name in _ROW_TEXTS or isinstance(inner, (list, dict, int, float)):

@@ -159,7 +159,8 @@ class GroupedQueryAttention(nn.Module):
         n_kv_groups: Key and value heads; divides ``n_heads``.
         head_dim: Size of a head; ``n_heads * head_dim`` need not be D.
         biases: Which projections have a bias, of ``q``, ``k``, ``v``, ``o``.
-        q_norm, k_norm: Applied per head before the rotation, where a family has them.
+        q_norm, k_norm: Applied before the rotation, where a family has them.
+        joint_norm: They normalise all heads at once, not each.
         scale: Of the scores; ``head_dim ** -0.5`` unless given.
         device: Where the parameters lie.
     """
@@ -174,6 +175,7 @@ class GroupedQueryAttention(nn.Module):
         biases: frozenset[str] = frozenset(),
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        joint_norm: bool = False,
         scale: float | None = None,
         device: Any = None,
     ) -> None:
@@ -187,16 +189,17 @@ class GroupedQueryAttention(nn.Module):
         self.out_proj = nn.Linear(n_heads * head_dim, emb_dim, bias="o" in biases, device=device)
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.joint_norm = joint_norm
 
     def forward(
         self, x: Tensor, *, rotation: Rotation | None, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``; ``mask`` as :func:`causal_mask` makes it."""
-        q, k, v = (self._heads(project(x)) for project in (self.W_query, self.W_key, self.W_value))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
+        q, k, v = (
+            self._heads(self.W_query(x), self.q_norm),
+            self._heads(self.W_key(x), self.k_norm),
+            self._heads(self.W_value(x)),
+        )
         if rotation is not None:
             q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         if cache is not None:
@@ -207,6 +210,9 @@ class GroupedQueryAttention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale)
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """``[B, T, heads * head_dim]`` to ``[B, heads, T, head_dim]``."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """``[B, T, heads * head_dim]`` to ``[B, heads, T, head_dim]``, normalised if there is a norm."""
+        if norm is not None and self.joint_norm:
+            x = norm(x)
+        x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x if norm is None or self.joint_norm else norm(x)
