@@ -113,7 +113,7 @@ def _from_folder(folder: Path) -> Found:
         else:
             sets[path.name] = [path]
     if len(sets) > 1:
-        raise ConvertError(_two_sets(folder, sets))
+        raise ConvertError(_no_index(folder, sets) or _two_sets(folder, sets))
     if indexes:
         found = _indexed(indexes[0])
         found.notes += notes
@@ -206,6 +206,26 @@ def _split_stem(path: Path) -> str:
     if len(parts) == 4 and parts[2] == "of" and parts[1].isdecimal() and parts[3].isdecimal():
         return parts[0]
     return path.name
+
+
+def _no_index(folder: Path, sets: dict[str, list[Path]]) -> Problem | None:
+    """Shards of one save whose index is absent; None where the sets are something else."""
+    parts = [p.stem.rsplit("-", 3) for files in sets.values() for p in files]
+    if not all(len(p) == 4 and p[2] == "of" and p[1].isdecimal() and p[3].isdecimal() for p in parts):
+        return None
+    saves = {(p[0], p[3]) for p in parts}
+    if len(saves) != 1:
+        return None
+    count = int(parts[0][3])
+    name = next((n for n in INDEX_NAMES if n.split(".")[0] == parts[0][0]), INDEX_NAMES[0])
+    return Problem(
+        "missing_file",
+        f"{folder} holds {len(parts)} of {count} shards and no {name}, which says what lies where.",
+        file=str(folder),
+        found=len(parts),
+        wanted=name,
+        hint="An incomplete download? Fetch the index" + ("." if len(parts) == count else " and the other shards."),
+    )
 
 
 def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:

@@ -216,3 +216,15 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     for place in (tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(UsageError, match="pipe, socket or device"):
             locate(place)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_shards_without_their_index(tmp_path, gone):
+    for name, format in (("model.safetensors", "safetensors"), ("pytorch_model.bin", "bin")):
+        folder = make_hf(tmp_path / format, "std", sharded=3, format=format).path
+        (folder / f"{name}.index.json").unlink()
+        for path in sorted(folder.glob("*-of-*"))[:gone]:
+            path.unlink()
+        with pytest.raises(ConvertError, match=rf"{3 - gone} of 3 shards and no {name}.index.json") as error:
+            locate(folder)
+        assert ("other shards" in str(error.value)) == bool(gone)
