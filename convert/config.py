@@ -229,8 +229,9 @@ def to_hf(table: MappingTable, hub: Mapping[str, Any], dtype: str, carried: Mapp
     out |= table.template.get("hf", {})
     out |= {k: v for k, v in (carried or {}).items() if v is not None and k != "quantization_config"}
     skip = {"rope_type", "rope_parameters", "rope_theta", "torch_dtype", "dtype"}
+    skip |= {key for key in table.presence if key.startswith("_")}  # known here only
     out |= {k: v for k, v in hub.items() if k not in skip}
-    for key in table.presence:
+    for key in set(table.presence) - skip:
         out.setdefault(key, False)
     settings = hub["rope_parameters"]
     out |= layered_rope.to_hf(table.rope, settings) if table.rope else rope.to_hf(settings)
@@ -322,6 +323,6 @@ def to_scratch(
             if not derived:
                 out[row.key] = hub[row.key]
     for key in table.presence:
-        if hub.get(key):
+        if hub.get(key) and not key.startswith("_"):
             out[key] = True
     return out | {"family": table.family, "layout": "scratch", "class": name}

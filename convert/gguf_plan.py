@@ -89,9 +89,9 @@ def arrange(plan: ConversionPlan, chosen: Chosen) -> None:
 
 def _rope_divisors(plan: ConversionPlan) -> Computed | None:
     settings = rope.primary(plan.config["rope_parameters"])
-    if settings["rope_type"] != "llama3":
+    if settings["rope_type"] not in ("llama3", "proportional"):
         return None
-    head_dim = int(Dims(plan.table, plan.config)["hd"])
+    head_dim = int(Dims(plan.table, plan.config)[next((kind.head_dim for kind in plan.table.rope.values()), "hd")])
     return Computed(np.array(rope.divisors(settings, head_dim), np.float32), "F32")
 
 

@@ -52,7 +52,7 @@ def with_scaling(
     from convert import rope
 
     spec = next(iter(tensors.get("rope_freqs.weight", ())), None)
-    if spec is None or hub["rope_type"] != "default":
+    if spec is None or hub["rope_type"] not in ("default", "proportional"):
         return hub
     if spec.dtype != "F32" or len(spec.shape) != 1:
         raise FormatError(
@@ -69,5 +69,9 @@ def with_scaling(
     import numpy as np
 
     values = np.frombuffer(raw, "<f4").astype(float).tolist()
+    if hub["rope_type"] == "proportional":
+        settings = hub["rope_parameters"]
+        kind = next(iter(settings))
+        return configs.with_rope(hub, {**settings, kind: rope.proportion(values, settings[kind])})
     recorded = record.get("config", {}).get("rope_parameters")
     return configs.with_rope(hub, rope.from_divisors(values, hub["rope_theta"], 2 * len(values), recorded))

@@ -28,11 +28,13 @@ class RopeKind:
             keys of transformers 4, at the top of ``config.json``.
         scaled: Whether the unnamed scaling of older spellings (``rope_scaling``, GGUF's ``rope.scaling.*``) is meant
             for this kind.
+        head_dim: The dim that is the size of a head of this kind of layer.
     """
 
     default: Mapping[str, Any]
     names: Mapping[str, Mapping[str, tuple[str, ...]]]
     scaled: bool = False
+    head_dim: str = "hd"
 
 
 def read_section(section: Mapping[str, Any], source: str) -> dict[str, RopeKind]:
@@ -48,12 +50,12 @@ def read_section(section: Mapping[str, Any], source: str) -> dict[str, RopeKind]
             raise TableError(f"{where}: needs default = {{ rope_theta = … }}.")
         names: dict[str, Mapping[str, tuple[str, ...]]] = {}
         for layout, fields in value.items():
-            if layout in ("default", "scaled"):
+            if layout in ("default", "scaled", "head_dim"):
                 continue
             if layout not in ("hf", "scratch", "gguf") or not isinstance(fields, Mapping):
                 raise TableError(f"{where}: {layout!r} is none of default, scaled, hf, scratch, gguf.")
             names[layout] = {f: tuple(k) if isinstance(k, list) else (k,) for f, k in fields.items()}
-        out[kind] = RopeKind(value["default"], names, bool(value.get("scaled")))
+        out[kind] = RopeKind(value["default"], names, bool(value.get("scaled")), str(value.get("head_dim", "hd")))
     return out
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from convert.errors import ConvertError, Problem, TableError
 from convert.expr import Expr, MissingName
-from convert.normalisers import layer_period
+from convert.normalisers import kv_donor, layer_period
 from convert.table import MappingTable, TensorRow
 
 #: A logical tensor: row id and layer (None outside the blocks).
@@ -44,6 +44,8 @@ class Dims:
             value = self.config.get(name)
             if name == "layer_period" and "layer_types" in self.config:
                 return layer_period(self.config["layer_types"])
+            if name == "kv_donor" and "layer_types" in self.config and layer is not None:
+                return kv_donor(self.config["layer_types"], self.config.get("num_kv_shared_layers"), layer)
             if value is None:
                 raise MissingName(name)
             return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from convert.dtypes import DTYPES
+from convert.expr import Expr
 from convert.layout import Dims, Key
 from convert.match import values
 from convert.source import Cast, RopePermuted, Source
@@ -34,6 +35,8 @@ def logical_source(
     """
     matched = opened.match
     source = matched.logical.get(key)
+    if source is None and (copied := table.rows[key[0]].copy) is not None:
+        source = matched.logical[copied, opened.dims.value(Expr("kv_donor"), key[1])]
     if source is None:
         pair = matched.tied_pair()
         assert pair and key == pair[0], key
@@ -73,8 +76,6 @@ def undo_operations(opened: Checkpoint, row: TensorRow, layer: int | None, sourc
 
 
 def _operation(spec: Any, *, inverse: bool) -> Any:
-    from convert.expr import Expr
-
     operation = OPERATIONS[spec["op"]]
     function = operation.inverse if inverse else operation.forward
 

@@ -102,6 +102,75 @@ def num_experts(config: Config) -> Config:
     return out if new is None else {**out, "num_experts": new}
 
 
+def heads_from_layers(config: Config) -> Config:
+    """``global_head_dim`` and ``num_global_key_value_heads``, which transformers 5 writes into ``per_layer_config``.
+
+    Its keys are the numbers of the full layers, as texts, padded with zeros in some versions.
+    """
+    layers, kinds = config.get("per_layer_config"), config.get("layer_types")
+    config = {k: v for k, v in config.items() if k != "per_layer_config"}
+    if not isinstance(layers, Mapping) or not isinstance(kinds, list):
+        return config
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    known = all(isinstance(v, Mapping) and set(v) <= set(names) for v in layers.values())
+    full = [str(i) for i, kind in enumerate(kinds) if kind == FULL]
+    said = sorted(str(k).lstrip("0") or "0" for k in layers)
+    if not known or said != sorted(full) or len({tuple(sorted(v.items())) for v in layers.values()}) > 1:
+        raise ConvertError(
+            Problem(
+                "config",
+                "per_layer_config must say one head_dim (and number of key and value heads) for all full layers, and "
+                f"nothing else; it says {dict(layers)}.",
+                found=dict(layers),
+                wanted=full,
+            )
+        )
+    for key, value in next(iter(layers.values()), {}).items():
+        if config.setdefault(names[key], value) != value:
+            raise ConvertError(
+                Problem(
+                    "config",
+                    f"{names[key]} is {config[names[key]]}, and per_layer_config says {value}.",
+                    found=config[names[key]],
+                    wanted=value,
+                )
+            )
+    return config
+
+
+def widths_from_layers(config: Config) -> Config:
+    """What GGUF states per layer: the width of the feed-forward layers, doubled in some, and key and value heads."""
+    widths, heads, kinds = (config.get(k) for k in ("intermediate_size", "num_key_value_heads", "layer_types"))
+    out = dict(config)
+    if isinstance(widths, list) and widths:
+        shared = config.get("num_kv_shared_layers") or 0
+        narrow = min(widths)
+        double = [narrow * (2 if i >= len(widths) - shared else 1) for i in range(len(widths))]
+        if widths not in ([narrow] * len(widths), double):
+            raise ConvertError(Problem("config", f"no family here has layers of the widths {widths}.", found=widths))
+        out |= {"intermediate_size": narrow, "use_double_wide_mlp": widths == double and shared > 0}
+    if isinstance(heads, list) and isinstance(kinds, list) and len(heads) == len(kinds):
+        by_kind = {kind: {h for h, k in zip(heads, kinds, strict=True) if k == kind} for kind in (SLIDING, FULL)}
+        if any(len(found) > 1 for found in by_kind.values()):
+            raise ConvertError(Problem("config", f"no family here has layers of {heads} key and value heads."))
+        sliding, full = ((next(iter(by_kind[kind]), None)) for kind in (SLIDING, FULL))
+        out["num_key_value_heads"] = sliding if sliding is not None else full
+        if full is not None and full != sliding:
+            out |= {"num_global_key_value_heads": full, "attention_k_eq_v": True}
+    return out
+
+
+def kv_donor(kinds: Any, shared: Any, layer: int) -> int:
+    """The layer whose keys and values ``layer`` attends to: itself, or the last of its kind that has some of its own.
+
+    The last ``shared`` layers have none.
+    """
+    first = len(kinds) - int(shared or 0)
+    if layer < first:
+        return layer
+    return max((i for i in range(first) if kinds[i] == kinds[layer]), default=layer)
+
+
 def layer_period(kinds: Any) -> int:
     """The period ``p`` of layers in which layer ``i`` is a full one if and only if ``i % p == p - 1``; 0 for none.
 
@@ -137,4 +206,6 @@ NORMALISERS: dict[str, Normaliser] = {
     "sliding_window_if_used": sliding_window_if_used,
     "layer_types_from_max_window_layers": layer_types_from_max_window_layers,
     "num_experts": num_experts,
+    "heads_from_layers": heads_from_layers,
+    "widths_from_layers": widths_from_layers,
 }

@@ -20,7 +20,10 @@ FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    "proportional": ("partial_rotary_factor",),  # the slowest pairs of a head do not turn
 }
+#: A divisor of GGUF's tensor from which on a pair counts as one that does not turn (llama.cpp's converter: 1e30).
+STANDING = 1e30
 #: What Meta's code hard-wires behind `use_scaled_rope`; the factor follows from the size (below).
 META_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -68,6 +71,10 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
         )
     out: Rope = {"rope_type": kind, "rope_theta": _base(parameters.get("rope_theta"), theta)}
     parameters = _completed(parameters) if kind == "yarn" else parameters
+    if kind == "proportional":
+        if parameters.get("factor") not in (None, 1, 1.0):
+            raise _stop("a proportional RoPE with a factor is not supported.", found=parameters["factor"], wanted=1.0)
+        parameters = {"partial_rotary_factor": 1.0, **parameters}
     for field in FIELDS[kind]:
         value = parameters.get(field)
         if value is None and field == "original_max_position_embeddings":
@@ -298,7 +305,10 @@ def to_gguf(rope: Rope, arch: str) -> dict[str, str | int | float]:
 
 
 def divisors(rope: Rope, head_dim: int) -> list[float]:
-    """llama3 scaling as GGUF keeps it: what each base frequency is divided by, ``head_dim / 2`` values."""
+    """llama3 and proportional RoPE as GGUF keeps them: what each base frequency is divided by, ``head_dim / 2``."""
+    if rope["rope_type"] == "proportional":
+        turning = turning_pairs(rope, head_dim)
+        return [1.0] * turning + [STANDING] * (head_dim // 2 - turning)
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     original = rope["original_max_position_embeddings"]
     out = []
@@ -367,7 +377,33 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> list[float]:
         return [f / d for f, d in zip(base, divisors(rope, head_dim), strict=True)]
     if rope["rope_type"] == "yarn":
         return [f * (1 - s) + f / rope["factor"] * s for f, s in zip(base, _yarn_ramp(rope, head_dim), strict=True)]
+    if rope["rope_type"] == "proportional":
+        turning = turning_pairs(rope, head_dim)
+        return base[:turning] + [0.0] * (len(base) - turning)
     return base
+
+
+def turning_pairs(rope: Rope, head_dim: int) -> int:
+    """How many pairs of a head a proportional RoPE turns."""
+    return int(rope["partial_rotary_factor"] * head_dim // 2)
+
+
+def proportion(values: Sequence[float], rope: Rope) -> Rope:
+    """A proportional RoPE with the proportion that a GGUF file's divisors say.
+
+    Raises:
+        ConvertError: They are no divisors of a proportional RoPE.
+    """
+    turning = sum(v == 1.0 for v in values)
+    if list(values[:turning]) != [1.0] * turning or any(v < STANDING / 10 for v in values[turning:]):
+        raise _stop(
+            "rope_freqs.weight holds divisors that no proportional RoPE has.",
+            found=sorted(set(values))[:4],
+            wanted=[1.0, STANDING],
+        )
+    if turning == turning_pairs(rope, 2 * len(values)):
+        return rope
+    return {**rope, "partial_rotary_factor": turning / len(values)}
 
 
 def _yarn_ramp(rope: Rope, head_dim: int) -> list[float]:

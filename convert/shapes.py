@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from convert.errors import TableError
 from convert.expr import Expr, MissingName
 from convert.layout import Dims
-from convert.table import MappingTable
+from convert.table import MappingTable, TensorRow
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -63,7 +64,7 @@ def solve(table: MappingTable, dims: Dims, expr: Expr, size: int, *, known: bool
         else:
             try:
                 product *= int(dims.lookup(None)(factor))
-            except (MissingName, TypeError):
+            except (MissingName, TypeError, TableError):  # not stated, or not one number for all layers
                 return None
     if len(unknown) != 1 or product <= 0 or size % product:
         return None
@@ -125,11 +126,26 @@ def fill(
                     learn(found[0], found[1], f"{name!r} {list(shape)}")
     for key, row_id in table.presence.items():
         if out.get(key) is None:
-            present = row_id in first
-            out[key] = present
-            if present:
-                notes.append(f"{key} = True, from {first[row_id][0]!r}")
+            found_name = _present(table, {**out, key: True}, layout, table.rows[row_id], layers, shapes)
+            out[key] = found_name is not None
+            if found_name is not None and not key.startswith("_"):
+                notes.append(f"{key} = True, from {found_name!r}")
     return out, notes
+
+
+def _present(
+    table: MappingTable, config: Mapping[str, Any], layout: str, row: TensorRow, layers: int, shapes: Shapes
+) -> str | None:
+    """The name of a row's tensor in some layer that has it by the row's conditions, or None."""
+    if layout not in row.names:
+        return None
+    prefix = table.prefix.get(layout, "") if row.in_block else ""
+    dims = Dims(table, config)
+    for layer in range(max(layers, 1)):
+        name = (prefix + row.names[layout]).replace("{l}", str(layer))
+        if name in shapes and all(w.evaluate(dims.lookup(layer if row.in_block else None)) for w in row.when):
+            return name
+    return None
 
 
 def usual(names: list[str], shapes: Shapes) -> str | None:

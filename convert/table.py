@@ -30,10 +30,10 @@ CONVENTIONS = {
 CONFIG_KINDS = ("number", "numbers", "flag", "text", "texts", "ids")
 #: Names every table may use in expressions beside its own dims: the layer, the period of full layers
 #: (:func:`convert.normalisers.layer_period`), and the RoPE settings that :mod:`convert.rope` brings into one form.
-COMMON_NAMES = frozenset({"l", "layer_period", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
+COMMON_NAMES = frozenset({"l", "layer_period", "kv_donor", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
 
 _ROW_KEYS = frozenset(
-    {"shape", "when", "rope", "role", "tied_to", "always", "parallel", "norm", "linear", "to", *LAYOUTS}
+    {"shape", "when", "rope", "role", "tied_to", "copy", "always", "parallel", "norm", "linear", "to", *LAYOUTS}
 )
 
 
@@ -49,6 +49,7 @@ class TensorRow:
         rope: Number of heads whose rotary pairs the rows are, or None.
         role: What ``inspect`` counts it under; derived from the path if not stated.
         tied_to: The row whose values this one shares in a tied model.
+        copy: The row whose values, in the layer's ``kv_donor``, fill this one where a source has none.
         always: Layouts that store it in a tied model too, because their loader asks for it.
         parallel: The axis that Meta's model-parallel files split, or None for a tensor that each holds whole.
         norm: Whether it is a norm's weight, to which the ``norm`` convention applies.
@@ -63,6 +64,7 @@ class TensorRow:
     rope: Expr | None = None
     role: str = ""
     tied_to: str | None = None
+    copy: str | None = None
     parallel: Expr | None = None
     norm: bool = False
     linear: bool = False
@@ -316,6 +318,7 @@ def _walk(
             rope=Expr(value["rope"], where) if value.get("rope") else None,
             role=value.get("role") or _role((*path, key)),
             tied_to=value.get("tied_to"),
+            copy=value.get("copy"),
             parallel=Expr(value["parallel"], where) if "parallel" in value else None,
             norm=bool(value.get("norm")),
             linear=bool(value.get("linear")),

@@ -43,6 +43,8 @@ def check_table(table: MappingTable) -> None:
                     f"{source}: convention.{layout}: {kind} = {value!r} is not one of {CONVENTIONS.get(kind)}."
                 )
     for row in table.rows.values():
+        if row.copy and row.copy not in table.rows:
+            raise TableError(f"{source}: {row.id}: copy names {row.copy!r}, which is no row.")
         if row.tied_to and row.tied_to not in table.rows:
             raise TableError(f"{source}: {row.id}: tied_to names {row.tied_to!r}, which is no row.")
         if strange := sorted(set(row.always) - set(LAYOUTS)):

@@ -12,7 +12,7 @@ _LISTS_OF_TEXTS = ("model_types", "architectures", "layouts", "normalise", "anew
 _MAPS = ("dims", "config", "defaults", "presence", "convention", "top", "block", "classes", "sizes", "template", "rope")
 _MAPS_OF_MAPS = ("config", "defaults", "classes", "sizes", "template")
 _LISTS_OF_MAPS = ("fused", "ignore", "refuse", "alias", "metadata")
-_ROW_TEXTS = ("role", "tied_to")
+_ROW_TEXTS = ("role", "tied_to", "copy")
 _EXPRESSIONS = (str, int, float, bool)
 
 

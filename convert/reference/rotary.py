@@ -32,7 +32,8 @@ def inverse_frequencies(rotary_dim: int, base: float, scaling: Mapping[str, Any]
     wavelength exceeds ``original_max_position_embeddings / low_freq_factor``, keeps those shorter than
     ``original_max_position_embeddings / high_freq_factor``, and blends in between. Type ``yarn`` (Peng et al., 2023)
     keeps pairs that turn more than ``beta_fast`` times within the original context, divides those that turn less than
-    ``beta_slow`` times, and blends over the pairs in between, whose numbers are rounded outwards.
+    ``beta_slow`` times, and blends over the pairs in between, whose numbers are rounded outwards. Type
+    ``proportional`` leaves all but the first ``partial_rotary_factor`` of the pairs standing still.
 
     Raises:
         ConvertError: An unknown scaling type, or one of its numbers is missing.
@@ -45,6 +46,7 @@ def inverse_frequencies(rotary_dim: int, base: float, scaling: Mapping[str, Any]
         "linear": ("factor",),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         "yarn": ("factor", "original_max_position_embeddings"),
+        "proportional": ("partial_rotary_factor",),
     }
     if kind not in needed:
         raise ConvertError(
@@ -67,6 +69,9 @@ def inverse_frequencies(rotary_dim: int, base: float, scaling: Mapping[str, Any]
         )
     if kind == "linear":
         return freq / scaling["factor"]
+    if kind == "proportional":
+        freq[int(scaling["partial_rotary_factor"] * rotary_dim // 2) :] = 0.0
+        return freq
     if kind == "yarn":
         pairs = torch.arange(rotary_dim // 2, dtype=torch.float64, device="cpu")
         start, end = _yarn_range(rotary_dim, base, scaling)
