@@ -137,7 +137,7 @@ def _pair(out: Fit, strict: bool, dtype: torch.dtype | None) -> None:
     matched = out.checkpoint.match
     tie = matched.tied_pair()
     broken = {p.tensor for p in matched.problems}
-    for slot in expand(out.table, Dims(out.table, out.checkpoint.config), out.layout).values():
+    for slot in expand(out.table, Dims(out.table, out.checkpoint.config), out.layout, out.homes).values():
         home = out.homes.get(slot.name)
         absent = [k for k in slot.keys if k not in matched.logical]
         from_base = tie is not None and slot.keys == (tie[0],) and tie[1] in matched.logical

@@ -9,33 +9,33 @@ from convert.errors import Problem
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Fold names that differ in one number: ``model.layers.{0-2,20-31}.self_attn.k_proj.weight``.
+    """Fold names that differ in numbers: ``model.layers.{0-2,20-31}.mlp.experts.{0-127}.up_proj.weight``.
 
-    The first all-digit path part is folded; order of first appearance is kept.
+    All-digit path parts are folded, the last one first, so that layers are joined that have the same experts; order of
+    first appearance is kept.
     """
-    groups: dict[tuple[str, str], list[int]] = {}
-    for name in names:
-        head, number, tail = _split(name)
-        groups.setdefault((head, tail), []).append(-1 if number is None else number)
-    out = []
-    for (head, tail), numbers in groups.items():
-        if set(numbers) == {-1}:
-            out.append(head)
-        elif len(set(numbers)) == 1:
-            out.append(f"{head}{numbers[0]}{tail}")
-        else:
-            out.append(f"{head}{{{ranges(numbers)}}}{tail}")
-    return out
+    found = [tuple(name.split(".")) for name in dict.fromkeys(names)]
+    count = max((len(_places(parts)) for parts in found), default=0)
+    for turn in reversed(range(count)):
+        groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
+        for parts in found:
+            places = _places(parts)
+            at = places[turn] if turn < len(places) and parts[places[turn]].isdecimal() else len(parts)
+            number = int(parts[at]) if at < len(parts) else -1
+            groups.setdefault((parts[:at], parts[at + 1 :]), []).append(number)
+        found = [
+            head if numbers == [-1] else (*head, _number(numbers), *tail) for (head, tail), numbers in groups.items()
+        ]
+    return [".".join(parts) for parts in found]
 
 
-def _split(name: str) -> tuple[str, int | None, str]:
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdecimal():
-            head = "".join(p + "." for p in parts[:i])
-            tail = "".join("." + p for p in parts[i + 1 :])
-            return head, int(part), tail
-    return name, None, ""
+def _places(parts: Sequence[str]) -> list[int]:
+    """Where the numbers of a name are, folded ones included."""
+    return [i for i, part in enumerate(parts) if part.isdecimal() or part.startswith("{")]
+
+
+def _number(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(set(numbers)) == 1 else f"{{{ranges(numbers)}}}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -50,15 +50,15 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def fold_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """Join problems that say the same of several layers into one each."""
+    """Join problems that say the same of several layers or experts into one each."""
     groups: dict[tuple[str, ...], list[Problem]] = {}
     for p in problems:
         if p.tensor is None:
             groups[(p.message,)] = [p]
             continue
-        head, _, tail = _split(p.tensor)
+        name = ".".join("*" if part.isdecimal() else part for part in p.tensor.split("."))
         generic = p.message.replace(repr(p.tensor), "{}")
-        groups.setdefault((p.kind, head, tail, generic, str(p.hint)), []).append(p)
+        groups.setdefault((p.kind, name, generic, str(p.hint)), []).append(p)
     out = []
     for members in groups.values():
         first = members[0]
@@ -66,8 +66,8 @@ def fold_problems(problems: Sequence[Problem]) -> list[Problem]:
             out.append(first)
             continue
         names = fold_names(m.tensor for m in members if m.tensor)
-        name = names[0]
-        out.append(replace(first, tensor=name, message=first.message.replace(repr(first.tensor), repr(name))))
+        shown = ", ".join(map(repr, names))
+        out.append(replace(first, tensor=names[0], message=first.message.replace(repr(first.tensor), shown)))
     return out
 
 

@@ -222,7 +222,7 @@ def _chosen(
     table: MappingTable, layout: str, hub: Mapping[str, Any], named: Mapping[str, Home]
 ) -> tuple[dict[str, Home], list[str]]:
     """Parameters, and the buffers that the table has a place for; and the persistent buffers that are left."""
-    slots = expand(table, Dims(table, hub), layout)
+    slots = expand(table, Dims(table, hub), layout, named)
     chosen = {n: home for n, home in named.items() if home.parameter or n in slots}
     return chosen, [n for n, home in named.items() if n not in chosen and home.persistent]
 

@@ -26,6 +26,15 @@ def test_names_fold_by_their_first_number():
     assert fold_names(["v1.w", "v2.w"]) == ["v1.w", "v2.w"]  # not a number of its own
 
 
+def test_names_fold_by_every_number():
+    experts = [f"layers.{i}.experts.{e}.up.weight" for i in range(3) for e in range(8)]
+    assert fold_names(experts) == ["layers.{0-2}.experts.{0-7}.up.weight"]
+    assert fold_names(reversed(experts)) == ["layers.{0-2}.experts.{0-7}.up.weight"]
+    del experts[12]  # layer 1 lacks expert 4
+    assert fold_names(experts) == ["layers.{0,2}.experts.{0-7}.up.weight", "layers.1.experts.{0-3,5-7}.up.weight"]
+    assert fold_names(["l.0.e.1", "l.1", "l.0.e.2", "l.2", "x"]) == ["l.0.e.{1-2}", "l.{1-2}", "x"]
+
+
 def _problem(layer: int, found: int = 3, kind: str = "shape") -> Problem:
     name = f"layers.{layer}.wk.weight"
     return Problem(kind, f"{name!r} has {found} rows.", tensor=name, found=found, hint="look")
@@ -61,3 +70,10 @@ def test_problems_without_a_tensor_stay():
 )
 def test_human_bytes(count, text):
     assert human_bytes(count) == text
+
+
+def test_problems_of_experts_fold_and_none_is_left_out():
+    names = [f"layers.{i}.experts.{e}.w" for i in range(2) for e in range(4)][:-1]
+    problems = [Problem("missing", f"{n!r} is missing.", tensor=n) for n in names]
+    folded = fold_problems(problems)
+    assert [p.message for p in folded] == ["'layers.0.experts.{0-3}.w', 'layers.1.experts.{0-2}.w' is missing."]
