@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from convert import config as configs
+from convert import rope
 from convert.carried import carried, unsound
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Entry
@@ -42,6 +43,7 @@ def add_sidecars(plan: ConversionPlan) -> None:
         _note_context(plan)
     elif target == "meta":
         plan.sidecars["params.json"] = dump(configs.to_meta(plan.table, plan.config))
+        _note_flag(plan)
         plan.config |= {k: v for k, v in ids.items() if plan.config.get(k) is None}
     elif target == "scratch":
         config = configs.to_scratch(
@@ -75,6 +77,20 @@ def _note_context(plan: ConversionPlan) -> None:
         "the source does not say how many positions it was made for; "
         f"{plan.config['max_position_embeddings']} is assumed (--context N states it)"
     )
+
+
+def _note_flag(plan: ConversionPlan) -> None:
+    """Meta's flag has no numbers: what its readers take it for may not be what this model has."""
+    scaling = plan.config["rope_parameters"]
+    if scaling["rope_type"] != "llama3":
+        return
+    usual = {"factor": rope.meta_factor(int(plan.config["hidden_size"])), **rope.META_SCALING}
+    differing = [f"{key} = {scaling[key]:g} (not {value:g})" for key, value in usual.items() if scaling[key] != value]
+    if differing:
+        plan.notes.append(
+            f"use_scaled_rope is usually read as other numbers than this model's {', '.join(differing)}; only "
+            "conversion.json keeps them, and a reader without it computes another model"
+        )
 
 
 def _common_type(plan: ConversionPlan) -> str:

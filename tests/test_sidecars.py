@@ -277,3 +277,21 @@ def test_the_books_class_takes_the_written_config(tmp_path):
     model = llama3.Llama3Model(convert.load_scratch_config(tmp_path / "out"))
     model.load_state_dict(torch.load(tmp_path / "out" / "model.pth", weights_only=True), strict=True)
     shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({}, ()), ({"low_freq_factor": 2.0}, ("low_freq_factor = 2 (not 1)",))],
+    ids=["usual", "other"],
+)
+def test_numbers_that_metas_flag_does_not_stand_for_are_said(tmp_path, changed, said):
+    """Meta's code has them hard-wired; the record keeps them for us alone."""
+    usual = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = usual | {"original_max_position_embeddings": 8192} | changed
+    made = make_hf(tmp_path / "hf", "gqa8", scaling=scaling)
+    summary = convert.convert_checkpoint(made.path, tmp_path / "meta", to="meta")
+    remarks = [n for n in summary.notes if "use_scaled_rope" in n]
+    assert len(remarks) == len(said) and all(word in remarks[0] for word in said)
+    convert.convert_checkpoint(tmp_path / "meta", tmp_path / "back", to="hf")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())["rope_parameters"]
+    assert back["low_freq_factor"] == scaling["low_freq_factor"]
