@@ -62,7 +62,7 @@ def test_two_spellings_that_disagree_stop(change, word):
         rope.from_hf(good | change, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope"])
 def test_unknown_types_stop(kind):
     for config in (
         {"rope_scaling": {"type": kind, "factor": 4.0}},

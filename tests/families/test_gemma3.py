@@ -22,8 +22,9 @@ from convert.reference.layers import KVCache
 from convert.reference.loading import load_reference
 from convert.run import run
 from convert.table import load_table
-from tests.families import wrong
-from tests.families.golden import golden, keys, render, shapes
+from tests.families import faults
+from tests.families.gemma import keys, small
+from tests.families.golden import same, shapes
 from tests.families.mixed import LENGTH, Tiny, off, prompt
 from tests.gguf_files import keys as gguf_keys
 from tests.reference.models import one_thread  # noqa: F401
@@ -95,7 +96,7 @@ def test_the_very_keys_and_shapes_that_the_classes_have(name):
 
 @pytest.mark.parametrize("layout", ["hf", "scratch", "gguf"])
 def test_golden(layout):
-    assert render("gemma3", layout) == golden("gemma3", layout), "python -m tests.families.golden gemma3; read the diff"
+    assert same("gemma3", layout, small("gemma3")), "python -m tests.families.gemma writes them anew; read the diff"
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_our_reference_class_holds_what_the_books_does_not(tmp_path, made):
 
 LAYOUTS = ("scratch", "gguf")
 FAULTS = [("norm", "gguf"), ("norm", "scratch"), ("rope", "gguf"), ("rope", "scratch")]
-PAIRS = list(wrong.alike("gemma3", "hf", configs.to_hub(load_table("gemma3"), "hf", SIZES)))
+PAIRS = faults.pairs("gemma3", configs.to_hub(load_table("gemma3"), "hf", SIZES), "scratch")
 
 
 def converted(made: Tiny, folder: Path, layout: str, table: Any = None) -> Path:
@@ -377,13 +378,13 @@ def test_verify_passes(tmp_path, made, layout):
 
 @pytest.mark.parametrize(("convention", "layout"), FAULTS)
 def test_a_convention_the_other_way_round_is_caught(tmp_path, made, convention, layout):
-    out = converted(made, tmp_path, layout, wrong.flipped("gemma3", layout, convention))
+    out = converted(made, tmp_path, layout, faults.flipped("gemma3", layout, convention))
     result = convert.verify(made.path, out, device="cpu")
     assert result.verdict == "fail" and result.distance.max_abs > 100 * 1e-4, result.message
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids="-".join)
 def test_tensors_of_one_shape_exchanged_are_caught(tmp_path, made, one, other):
-    out = converted(made, tmp_path, "scratch", wrong.swapped("gemma3", "scratch", one, other))
+    out = converted(made, tmp_path, "scratch", faults.exchanged("gemma3", "scratch", one, other))
     result = convert.verify(made.path, out, device="cpu")
     assert result.verdict == "fail" and result.distance.max_abs > 100 * 1e-4, result.message

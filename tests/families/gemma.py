@@ -1,0 +1,32 @@
+"""What the tests of both Gemmas share: the key sets of running code, and the small configs of the golden files.
+
+``python -m tests.families.gemma`` rewrites the golden files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from convert import config as configs
+from convert.table import load_table
+from tests.families import golden
+
+
+def keys(family: str) -> dict[str, Any]:
+    """Configs with the true keys and shapes that go with them, by ``layout/case``."""
+    file = Path(__file__).parents[1] / "data" / f"{family}_keys.json"
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def small(family: str) -> dict[str, Any]:
+    """The hub config of the first case."""
+    name, case = next(iter(keys(family).items()))
+    return configs.to_hub(load_table(family), name.split("/")[0], case["config"])
+
+
+if __name__ == "__main__":
+    for family in ("gemma3", "gemma4"):
+        golden.write(family, small(family))
