@@ -9,6 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from convert.checkpoint import open_checkpoint
+from convert.plan import Request, make_plan
+from convert.reference.loading import load_reference
+from convert.run import run
+
 Tensors = dict[str, torch.Tensor]
 #: Three sliding layers, one full, and one more: mixed, and longer than one period.
 KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -63,3 +68,42 @@ def prompt(vocab: int, count: int = LENGTH, *, seed: int = 1) -> torch.Tensor:
 def off(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference."""
     return float((a.double() - b.double()).abs().max())
+
+
+def reference(path: Path) -> Any:
+    """The reference model of a checkpoint."""
+    with open_checkpoint(path) as opened:
+        return load_reference(opened)
+
+
+def run_reference(path: Path, vocab: int) -> torch.Tensor:
+    """Its logits of :func:`prompt`."""
+    with torch.no_grad():
+        return reference(path)(prompt(vocab))
+
+
+def converted(source: Path, folder: Path, layout: str, table: Any = None, **options: Any) -> Path:
+    """A conversion, also with a table that is wrong on purpose; GGUF in float32."""
+    out = folder / ("out.gguf" if layout == "gguf" else f"out_{layout}")
+    with open_checkpoint(source) as opened:
+        request = Request(layout, tokenizer=False, **options)
+        request.gguf.type = "f32"
+        run(make_plan(opened, request, table=table), out)
+    return out
+
+
+#: After how many tokens llama.cpp is asked.
+PLACES = (1, 7, 40, 128, LENGTH)
+
+
+def llama_cpp(path: Path, vocab: int) -> torch.Tensor:
+    """Log-probabilities of real llama.cpp at :data:`PLACES`."""
+    from convert.engines.llama_cpp import logprobs
+
+    row = prompt(vocab)[0].tolist()
+    return torch.from_numpy(logprobs(path, [row[:n] for n in PLACES], threads=1))
+
+
+def at_places(logits: torch.Tensor) -> torch.Tensor:
+    """The same of logits ``[1, T, V]``."""
+    return logits[0].double().log_softmax(-1)[[n - 1 for n in PLACES]]
