@@ -49,7 +49,7 @@ def with_scaling(
         FormatError: The tensor is no vector of float32.
         ConvertError: No llama3 scaling gives these divisors.
     """
-    from convert import rope
+    from convert import rope_divisors
 
     spec = next(iter(tensors.get("rope_freqs.weight", ())), None)
     if spec is None or hub["rope_type"] not in ("default", "proportional"):
@@ -72,6 +72,6 @@ def with_scaling(
     if hub["rope_type"] == "proportional":
         settings = hub["rope_parameters"]
         kind = next(iter(settings))
-        return configs.with_rope(hub, {**settings, kind: rope.proportion(values, settings[kind])})
+        return configs.with_rope(hub, {**settings, kind: rope_divisors.proportion(values, settings[kind])})
     recorded = record.get("config", {}).get("rope_parameters")
-    return configs.with_rope(hub, rope.from_divisors(values, hub["rope_theta"], 2 * len(values), recorded))
+    return configs.with_rope(hub, rope_divisors.from_divisors(values, hub["rope_theta"], 2 * len(values), recorded))

@@ -9,7 +9,7 @@ transformers 4 spells it ``rope_theta`` + ``rope_scaling`` (with ``type`` or ``r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import ConvertError, Problem
@@ -30,7 +30,8 @@ META_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 Rope = dict[str, Any]
 
 
-def _stop(message: str, *, found: Any = None, wanted: Any = None, hint: str | None = None) -> ConvertError:
+def stop(message: str, *, found: Any = None, wanted: Any = None, hint: str | None = None) -> ConvertError:
+    """The error for settings that cannot be taken."""
     return ConvertError(Problem("rope", message, found=found, wanted=wanted, hint=hint))
 
 
@@ -39,14 +40,14 @@ def _base(value: Any, default: float) -> float:
     if value is None:
         return float(default)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise _stop(f"rope_theta is {value!r}, which is no number.", found=value)
+        raise stop(f"rope_theta is {value!r}, which is no number.", found=value)
     return float(value) or float(default)
 
 
 def _settings(value: Any, key: str) -> Mapping[str, Any]:
     """A dict of RoPE settings, empty where none are stated."""
     if value is not None and not isinstance(value, Mapping):
-        raise _stop(f"{key} is {value!r}, which is no set of RoPE settings.", found=value)
+        raise stop(f"{key} is {value!r}, which is no set of RoPE settings.", found=value)
     return value or {}
 
 
@@ -63,7 +64,7 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
     """
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     if not isinstance(kind, str) or kind not in FIELDS:
-        raise _stop(
+        raise stop(
             f"the RoPE type {kind!r} is not supported, and dropping it would change the model.",
             found=kind,
             wanted=sorted(FIELDS),
@@ -73,14 +74,14 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
     parameters = _completed(parameters) if kind == "yarn" else parameters
     if kind == "proportional":
         if parameters.get("factor") not in (None, 1, 1.0):
-            raise _stop("a proportional RoPE with a factor is not supported.", found=parameters["factor"], wanted=1.0)
+            raise stop("a proportional RoPE with a factor is not supported.", found=parameters["factor"], wanted=1.0)
         parameters = {"partial_rotary_factor": 1.0, **parameters}
     for field in FIELDS[kind]:
         value = parameters.get(field)
         if value is None and field == "original_max_position_embeddings":
             value = parameters.get("original_context_length", context)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise _stop(
+            raise stop(
                 f"the RoPE type {kind!r} needs a positive {field!r}, and the config has {value!r}.",
                 found=value,
                 wanted=field,
@@ -88,7 +89,7 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
             )
         out[field] = int(value) if field == "original_max_position_embeddings" else float(value)
     if out["rope_theta"] <= 0 or not math.isfinite(out["rope_theta"]):
-        raise _stop(f"rope_theta is {out['rope_theta']!r}, which is no base.", found=out["rope_theta"])
+        raise stop(f"rope_theta is {out['rope_theta']!r}, which is no base.", found=out["rope_theta"])
     return out
 
 
@@ -104,7 +105,7 @@ def _completed(parameters: Mapping[str, Any]) -> dict[str, Any]:
         ConvertError: The config asks for a variant that nothing here computes.
     """
     if parameters.get("truncate", True) is not True:
-        raise _stop(
+        raise stop(
             "this YaRN RoPE does not round the range of its ramp (truncate is false), which is not supported.",
             found=parameters["truncate"],
             wanted=True,
@@ -137,7 +138,7 @@ def from_hf(config: Mapping[str, Any], default_theta: float) -> Rope:
     if new is None:
         return clean(scaling, theta, context=context)
     if not isinstance(new, Mapping) or any(isinstance(v, Mapping) for v in new.values()):
-        raise _stop("rope_parameters is nested by layer type, which this family does not have.", found=new)
+        raise stop("rope_parameters is nested by layer type, which this family does not have.", found=new)
     rope = clean(new, theta, context=context)
     if old_theta is not None and theta != rope["rope_theta"]:
         raise _disagree("rope_theta", old_theta, rope["rope_theta"])
@@ -149,7 +150,7 @@ def from_hf(config: Mapping[str, Any], default_theta: float) -> Rope:
 
 
 def _disagree(key: str, old: Any, new: Any) -> ConvertError:
-    return _stop(
+    return stop(
         f"config.json states RoPE twice and differently: {key} = {old}, rope_parameters = {new}.",
         found=old,
         wanted=new,
@@ -183,7 +184,7 @@ def from_meta(params: Mapping[str, Any], default_theta: float, recorded: Rope | 
         return clean({}, theta)
     dim = params.get("dim")
     if not isinstance(dim, (int, float)):
-        raise _stop(f"use_scaled_rope needs the model's dim, which is {dim!r}.", found=dim, wanted="dim")
+        raise stop(f"use_scaled_rope needs the model's dim, which is {dim!r}.", found=dim, wanted="dim")
     return clean({"rope_type": "llama3", "factor": meta_factor(int(dim)), **META_SCALING}, theta)
 
 
@@ -200,7 +201,7 @@ def to_meta(rope: Rope, dim: int) -> dict[str, Any]:
     fits = fits or (rope["rope_type"] == "llama3" and rope["factor"] == 8.0)
     if not fits:
         shown = {k: v for k, v in rope.items() if k != "rope_theta"}
-        raise _stop(
+        raise stop(
             f"Meta's params.json cannot hold this RoPE scaling: {shown}.",
             found=shown,
             wanted="llama3 with factor 8 (or 32 with dim 2048 or 3072)",
@@ -231,7 +232,7 @@ def to_scratch(rope: Rope, *, reference: bool = False) -> dict[str, Any]:
     if rope["rope_type"] != "llama3":
         if reference:
             return {**out, "rope_freq": {k: v for k, v in rope.items() if k != "rope_theta"}}
-        raise _stop(
+        raise stop(
             f"the book's class has no {rope['rope_type']!r} RoPE scaling, only llama3's.",
             found=rope["rope_type"],
             wanted="llama3",
@@ -289,7 +290,7 @@ def to_gguf(rope: Rope, arch: str) -> dict[str, str | int | float]:
     usual = {"attention_factor": yarn_amplitude(rope["factor"]), "beta_fast": 32.0, "beta_slow": 1.0}
     other = {k: rope[k] for k, v in usual.items() if not math.isclose(rope[k], v, rel_tol=1e-6)}
     if other:
-        raise _stop(
+        raise stop(
             f"llama.cpp computes YaRN's numbers itself and cannot be told these: {other}.",
             found=other,
             wanted={k: usual[k] for k in other},
@@ -324,50 +325,6 @@ def divisors(rope: Rope, head_dim: int) -> list[float]:
     return out
 
 
-def from_divisors(values: Sequence[float], theta: float, head_dim: int, recorded: Rope | None = None) -> Rope:
-    """Recover llama3 scaling from GGUF's ``rope_freqs.weight``, which keeps the factor but not the other numbers.
-
-    Tries what the file recorded, then the numbers of the published models, then solves for them with a low factor of
-    1; whatever it returns reproduces the divisors to float32.
-
-    Raises:
-        ConvertError: No llama3 scaling gives these divisors.
-    """
-    factor = float(max(values))
-    base = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **META_SCALING}
-    candidates = [clean(recorded, theta)] if recorded and recorded.get("rope_type") == "llama3" else []
-    candidates.append(clean(base, theta))
-    solved = _solve(values, theta, head_dim, factor)
-    if solved:
-        candidates.append(clean({**base, **solved}, theta))
-    for rope in candidates:
-        want = divisors(rope, head_dim)
-        if len(want) == len(values) and all(abs(a - b) <= 2e-6 * a for a, b in zip(want, values, strict=True)):
-            return rope
-    raise _stop(
-        f"rope_freqs.weight holds divisors that no llama3 scaling gives (largest {factor:g}, {len(values)} values).",
-        found=factor,
-        hint="State the scaling with --config FILE.",
-    )
-
-
-def _solve(values: Sequence[float], theta: float, head_dim: int, factor: float) -> dict[str, Any] | None:
-    """Low factor 1 assumed, ``smooth`` is linear in the frequency: two points inside the ramp give the line."""
-    points = []
-    for index, value in enumerate(values):
-        if 1.0 < value < factor:
-            frequency = 1 / (2 * math.pi * theta ** (2 * index / head_dim))
-            points.append((frequency, (1 / value - 1 / factor) / (1 - 1 / factor)))
-    if len(points) < 2 or points[0][0] == points[-1][0]:
-        return None
-    slope = (points[0][1] - points[-1][1]) / (points[0][0] - points[-1][0])
-    intercept = points[0][1] - slope * points[0][0]
-    if intercept >= 0:
-        return None
-    high = 1 - 1 / intercept
-    return {"high_freq_factor": round(high, 4), "original_max_position_embeddings": round(slope * (high - 1))}
-
-
 def inverse_frequencies(rope: Rope, head_dim: int) -> list[float]:
     """The rotary frequencies of one head, scaling included (float64, ``head_dim / 2`` values)."""
     base = [rope["rope_theta"] ** (-i / head_dim) for i in range(0, head_dim, 2)]
@@ -386,24 +343,6 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> list[float]:
 def turning_pairs(rope: Rope, head_dim: int) -> int:
     """How many pairs of a head a proportional RoPE turns."""
     return int(rope["partial_rotary_factor"] * head_dim // 2)
-
-
-def proportion(values: Sequence[float], rope: Rope) -> Rope:
-    """A proportional RoPE with the proportion that a GGUF file's divisors say.
-
-    Raises:
-        ConvertError: They are no divisors of a proportional RoPE.
-    """
-    turning = sum(v == 1.0 for v in values)
-    if list(values[:turning]) != [1.0] * turning or any(v < STANDING / 10 for v in values[turning:]):
-        raise _stop(
-            "rope_freqs.weight holds divisors that no proportional RoPE has.",
-            found=sorted(set(values))[:4],
-            wanted=[1.0, STANDING],
-        )
-    if turning == turning_pairs(rope, 2 * len(values)):
-        return rope
-    return {**rope, "partial_rotary_factor": turning / len(values)}
 
 
 def _yarn_ramp(rope: Rope, head_dim: int) -> list[float]:

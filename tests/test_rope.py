@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from convert import rope
+from convert import rope, rope_divisors
 from convert.errors import ConvertError
 
 LLAMA3 = {
@@ -239,7 +239,7 @@ def _float32(values: list[float]) -> list[float]:
 def test_settings_come_back_from_divisors(change, head_dim):
     settings = HUB | change
     values = _float32(rope.divisors(settings, head_dim))
-    found = rope.from_divisors(values, 500000.0, head_dim)
+    found = rope_divisors.from_divisors(values, 500000.0, head_dim)
     assert rope.divisors(found, head_dim) == pytest.approx(values, rel=2e-6)
     if not set(change) - {"factor"}:
         assert found == settings
@@ -248,13 +248,13 @@ def test_settings_come_back_from_divisors(change, head_dim):
 def test_recorded_settings_are_believed_only_if_they_give_the_divisors():
     odd = HUB | {"low_freq_factor": 2.0}
     values = _float32(rope.divisors(odd, 128))
-    assert rope.from_divisors(values, 500000.0, 128, odd) == odd
+    assert rope_divisors.from_divisors(values, 500000.0, 128, odd) == odd
     wrong = HUB | {"low_freq_factor": 3.0}
     with contextlib.suppress(ConvertError):  # no scaling with a low factor of 1 gives these
-        assert rope.from_divisors(values, 500000.0, 128, wrong) != wrong
+        assert rope_divisors.from_divisors(values, 500000.0, 128, wrong) != wrong
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0, 1.5, 9.0], [3.0] * 32, [1.0] * 31 + [0.5]])
 def test_divisors_of_no_llama3_scaling_stop(values):
     with pytest.raises(ConvertError, match="divisors"):
-        rope.from_divisors(values, 500000.0, 2 * len(values))
+        rope_divisors.from_divisors(values, 500000.0, 2 * len(values))
