@@ -132,6 +132,16 @@ def test_the_line_it_prints_verifies_what_was_said_of_the_source(tmp_path, capsy
         assert call(*args[:-2], "--quiet") in (1, 2)
 
 
+def test_names_given_to_verify_win_over_the_record(hf, tmp_path, capsys, one_thread):  # noqa: F811
+    """Rows stored in another order than the names given say: the record must not decide in their place."""
+    lie = (ROOT / "mappings" / "names" / "litgpt.toml").read_text().replace('rope = "half"', 'rope = "interleaved"')
+    (tmp_path / "mine.toml").write_text(lie)
+    assert call("hf-to-scratch", hf, tmp_path / "out", "--names", tmp_path / "mine.toml", "--quiet") == 0
+    for names, code in ((["--names", tmp_path / "mine.toml"], 0), (["--names", "litgpt"], 1), ([], 0)):
+        assert call("verify", hf, tmp_path / "out", "--quiet", *names) == code, names
+        assert call("verify", tmp_path / "out", hf, "--quiet", *names) == code, names
+
+
 MAKERS = {"hf": make_hf, "meta": make_meta, "scratch": make_scratch, "gguf": make_gguf}
 
 

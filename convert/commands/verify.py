@@ -109,12 +109,13 @@ def _side(path: str, options: dict[str, Any], suffix: str) -> dict[str, Any]:
 
 
 def _recognised(path: str) -> bool:
+    """Whether a side's names are a known layout's; those that only its own record explains are what --names is for."""
     from convert.checkpoint import open_checkpoint
     from convert.errors import ConvertError
 
     try:
-        with open_checkpoint(path):
-            return True
+        with open_checkpoint(path) as found:
+            return not found.table.names_file
     except ConvertError:
         return False
 
