@@ -76,8 +76,8 @@ class Checkpoint:
 
     Attributes:
         path: What was opened.
-        format: ``safetensors``, ``torch`` or ``gguf``.
-        layout: ``hf``, ``meta``, ``scratch`` or ``gguf``.
+        format: ``safetensors``, ``torch``, ``gguf`` or ``tensorflow``.
+        layout: ``hf``, ``meta``, ``scratch``, ``gguf`` or ``openai``.
         table: The family's table.
         config: The hub config: ``config.json`` names, RoPE in one form.
         raw_config: The config as its file holds it.

@@ -62,12 +62,12 @@ def _plain(value: Any) -> Any:
 
 
 def layout_of(raw: Mapping[str, Any], tables: list[MappingTable]) -> str | None:
-    """Whose spelling a config is in: ``hf``, ``meta`` or ``scratch``; None for neither."""
+    """Whose spelling a config is in: ``hf``, ``meta``, ``scratch`` or ``openai``; None for neither."""
     if "hidden_size" in raw or "model_type" in raw or "architectures" in raw:
         return "hf"
     best: tuple[int, str | None] = (1, None)
     for table in tables:
-        for layout in ("meta", "scratch"):
+        for layout in ("meta", "scratch", "openai"):
             keys = {row.names[layout] for row in table.config.values() if layout in row.names} - {"vocab_size"}
             count = len(keys & set(raw))
             if count > best[0]:
@@ -92,7 +92,7 @@ def to_hub(
     """
     raw = raw["model"] if layout == "meta" and isinstance(raw.get("model"), Mapping) else raw
     if layout == "hf":
-        raw = _normalised(table, layout, {k: v for k, v in raw.items() if v is not None})
+        raw = _normalised(table, layout, _hub_words(table, {k: v for k, v in raw.items() if v is not None}))
         hub = dict(raw)
     else:
         hub = _normalised(table, layout, _renamed(table, layout, raw))
@@ -100,10 +100,13 @@ def to_hub(
     defaults = table.defaults.get(layout, {})
     theta = float(defaults.get("rope_theta", 10000.0))
     kept = dict(recorded or {})
-    settings = _rope(table, layout, raw, hub, theta, kept.get("rope_parameters"))
+    settings = _rope(table, layout, raw, hub, theta, kept.get("rope_parameters")) if table.has_rope else {}
     for key, value in kept.items():
         hub.setdefault(key, value)
-    first = rope.primary(settings)
+    for key, row_id in table.presence.items():
+        if layout in table.rows[row_id].zeros:
+            hub[key] = True
+    first = rope.primary(settings) if settings else {}
     for key, value in defaults.items():
         if key in PERIODS and table.normalise:
             continue  # read by the normalisers
@@ -111,6 +114,12 @@ def to_hub(
     if layout == "meta" and int(hub.get("vocab_size", -1)) <= 0:
         hub.pop("vocab_size", None)
     return with_rope(hub, settings)
+
+
+def _hub_words(table: MappingTable, raw: Mapping[str, Any]) -> Config:
+    """``config.json`` of a family with words of its own (``n_embd``), in those that are the hub's here."""
+    own = {row.names["hf"]: row.key for row in table.config.values() if "hf" in row.names}
+    return {own[k]: v for k, v in raw.items() if k in own} | {k: v for k, v in raw.items() if k not in own}
 
 
 def _normalised(table: MappingTable, layout: str, config: Config) -> Config:
@@ -198,6 +207,8 @@ def _rope(
 def with_rope(hub: Mapping[str, Any], settings: rope.Rope) -> Config:
     """A hub config with these RoPE settings, and nothing left of other spellings."""
     out = {k: v for k, v in hub.items() if k not in ("rope_scaling", "rope_parameters", "rope_theta", "rope_type")}
+    if not settings:  # positions do not turn in this family
+        return out
     out["rope_parameters"] = settings
     first = rope.primary(settings)
     out["rope_theta"], out["rope_type"] = first["rope_theta"], first["rope_type"]
@@ -231,13 +242,22 @@ def to_hf(table: MappingTable, hub: Mapping[str, Any], dtype: str, carried: Mapp
     skip = {"rope_type", "rope_parameters", "rope_theta", "torch_dtype", "dtype"}
     skip |= {key for key in table.presence if key.startswith("_")}  # known here only
     out |= {k: v for k, v in hub.items() if k not in skip}
-    for key in set(table.presence) - skip:
+    for key, row_id in table.presence.items():
+        if key in skip:
+            continue
         out.setdefault(key, False)
-    settings = hub["rope_parameters"]
-    out |= layered_rope.to_hf(table.rope, settings) if table.rope else rope.to_hf(settings)
+        if "hf" in table.rows[row_id].zeros:
+            del out[key]
+    if table.has_rope:
+        settings = hub["rope_parameters"]
+        out |= layered_rope.to_hf(table.rope, settings) if table.rope else rope.to_hf(settings)
+    for row in table.config.values():
+        if "hf" in row.names and row.key in out:
+            out[row.names["hf"]] = out.pop(row.key)
     name = TORCH_NAMES.get(dtype, "float32")
     out["dtype"] = out["torch_dtype"] = name
-    out.setdefault("head_dim", int(hub["hidden_size"]) // int(hub["num_attention_heads"]))
+    if "head_dim" in table.config:
+        out.setdefault("head_dim", int(hub["hidden_size"]) // int(hub["num_attention_heads"]))
     return out
 
 
@@ -299,18 +319,17 @@ def to_scratch(
     table: MappingTable, hub: Mapping[str, Any], dtype: str, *, book_class: str | None = None, reference: bool = False
 ) -> Config:
     """The dict that the book's classes take, dtype as a string, plus what they hard-wire when it differs."""
-    out: Config = {
+    out: Config = dict(table.template.get("scratch", {}))
+    out |= {
         name: hub[row.key]
         for row in table.config.values()
         if "scratch" in row.names and row.key in hub
         for name in (row.names["scratch"], *row.also.get("scratch", ()))
     }
-    out |= table.template.get("scratch", {})
-    settings = hub["rope_parameters"]
     if table.rope:
-        out |= layered_rope.to_scratch(table.rope, settings, reference=reference)
-    else:
-        out |= rope.to_scratch(settings, reference=reference)
+        out |= layered_rope.to_scratch(table.rope, hub["rope_parameters"], reference=reference)
+    elif table.has_rope:
+        out |= rope.to_scratch(hub["rope_parameters"], reference=reference)
     out["dtype"] = TORCH_NAMES.get(dtype, "float32")
     name = book_class or next(iter(table.classes), None)
     if not reference:  # ours takes them all
@@ -318,11 +337,20 @@ def to_scratch(
             out.pop(key, None)
     defaults = table.defaults.get("scratch", {})
     for row in table.config.values():
-        if "scratch" not in row.names and row.key in hub and hub[row.key] != defaults.get(row.key):
-            derived = row.key == "head_dim" and hub[row.key] * hub["num_attention_heads"] == hub["hidden_size"]
-            if not derived:
-                out[row.key] = hub[row.key]
+        unsaid = "scratch" not in row.names and row.key in hub and hub[row.key] != defaults.get(row.key)
+        if unsaid and not _follows(table, hub, row.key):
+            out[row.key] = hub[row.key]
     for key in table.presence:
         if hub.get(key) and not key.startswith("_"):
             out[key] = True
     return out | {"family": table.family, "layout": "scratch", "class": name}
+
+
+def _follows(table: MappingTable, hub: Mapping[str, Any], key: str) -> bool:
+    """Whether a quantity is what the table would take it to be if the config did not state it (a head's size)."""
+    from convert.layout import Dims
+    from convert.shapes import primary_key
+
+    dim = next((d for d in table.dims if primary_key(table, d) == key), None)
+    rest = {k: v for k, v in hub.items() if k != key}
+    return dim is not None and Dims(table, rest).get(dim) == hub[key]

@@ -22,6 +22,7 @@ _REQUEST_OPTIONS = (
     "model_parallel",
     "book_class",
     "allow_reference",
+    "buffers",
     "tie",
     "tokenizer",
     "tokenizer_path",

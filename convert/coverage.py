@@ -45,7 +45,7 @@ def uncovered(source: Checkpoint, table: MappingTable, layout: str, slots: Itera
                 hint="Nothing is dropped: add rows to the names file, or convert to a layout that holds them.",
             )
         )
-    absent = [slot for slot in slots if not all(k in have or _tied(source, table, k) for k in slot.keys)]
+    absent = [slot for slot in slots if not all(k in have or _made(source, table, layout, k) for k in slot.keys)]
     if absent:
         names = fold_names(slot.name for slot in absent)
         problems.append(
@@ -59,6 +59,11 @@ def uncovered(source: Checkpoint, table: MappingTable, layout: str, slots: Itera
             )
         )
     return problems
+
+
+def _made(source: Checkpoint, table: MappingTable, layout: str, key: Key) -> bool:
+    """Whether the target gets this tensor from another one, or zeros that say the same as its absence."""
+    return layout in table.rows[key[0]].zeros or _tied(source, table, key)
 
 
 def _tied(source: Checkpoint, table: MappingTable, key: Key) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from convert.adapters import refuse_adapters
 from convert.errors import ConvertError, Problem
+from convert.names import class_tables
 from convert.report import fold_names
 from convert.table import MappingTable, families, load_table
 
@@ -25,6 +26,8 @@ PACKED = {
     ".SCB": "bitsandbytes int8",
 }
 _THRESHOLD = 0.5
+#: Formats that hold one layout only.
+_LAYOUTS = {"gguf": ["gguf"], "tensorflow": ["openai"]}
 
 
 def score(table: MappingTable, layout: str, names: Collection[str]) -> float:
@@ -50,7 +53,7 @@ def explained(table: MappingTable, layout: str, names: Collection[str]) -> int:
 
 def known(names: Collection[str], table: MappingTable | None = None) -> bool:
     """Whether some table (or this one) knows at least half of what its layouts always have among ``names``."""
-    tables = [table] if table else [load_table(f) for f in families()]
+    tables = [table] if table else [v for f in families() for v in (load_table(f), *class_tables(load_table(f)))]
     return any(score(t, layout, names) >= _THRESHOLD for t in tables for layout in t.layouts)
 
 
@@ -83,7 +86,8 @@ def detect(
         tables = [t for t in tables if wanted in t.model_types] or tables
     elif not (table or family or format == "gguf"):
         tables = _of_architecture(tables, config)
-    layouts = [layout] if layout else ["gguf"] if format == "gguf" else [x for x in ("hf", "meta", "scratch")]
+    layouts = [layout] if layout else _LAYOUTS.get(format, ["hf", "meta", "scratch"])
+    tables = [v for t in tables for v in (t, *class_tables(t))]
     if format == "gguf":
         arch = str((config or {}).get("general.architecture"))
         fitting = [t for t in tables if t.gguf_arch == arch]

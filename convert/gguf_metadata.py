@@ -218,15 +218,22 @@ def _architecture(plan: ConversionPlan, arch: str) -> dict[str, Value]:
         typed = F32(float(value)) if row.gguf_type == "f32" else Value(row.gguf_type, int(value))
         for key in (row.names["gguf"], *row.also.get("gguf", ())):
             out[key.replace("{arch}", arch)] = typed
-    settings = rope.primary(plan.config["rope_parameters"])
-    out[f"{arch}.rope.freq_base"] = F32(float(settings["rope_theta"]))
-    for key, value in rope.to_gguf(settings, arch).items():
-        out[key] = Str(value) if isinstance(value, str) else U32(value) if isinstance(value, int) else F32(value)
-    for key, number in layered_rope.to_gguf(table.rope, plan.config["rope_parameters"], arch).items():
-        out[key] = F32(number)
+    if table.has_rope:
+        out |= _rope(plan, arch)
     for item in table.metadata:
         if item.when is None or dims.value(item.when):
             out[item.key.replace("{arch}", arch)] = _computed(item, dims)
+    return out
+
+
+def _rope(plan: ConversionPlan, arch: str) -> dict[str, Value]:
+    """``{arch}.rope.*``."""
+    settings = rope.primary(plan.config["rope_parameters"])
+    out: dict[str, Value] = {f"{arch}.rope.freq_base": F32(float(settings["rope_theta"]))}
+    for key, value in rope.to_gguf(settings, arch).items():
+        out[key] = Str(value) if isinstance(value, str) else U32(value) if isinstance(value, int) else F32(value)
+    for key, number in layered_rope.to_gguf(plan.table.rope, plan.config["rope_parameters"], arch).items():
+        out[key] = F32(number)
     return out
 
 
@@ -263,11 +270,12 @@ def _provenance(plan: ConversionPlan) -> dict[str, Value]:
         "convert.source.format": Str(source.format),
         "convert.source.files": Array("str", [file.name for file in source.files]),
         "convert.source.head_sha256": Array("str", [head_hash(file) for file in source.files]),
-        "convert.qk_layout": Str(plan.table.convention_of("gguf", "rope")),
         "convert.tied": Bool(plan.tied),
-        ROPE_KEY: Str(_json(plan.config["rope_parameters"])),
         CONFIG_KEY: Str(_json(config)),
     }
+    if plan.table.has_rope:
+        out["convert.qk_layout"] = Str(plan.table.convention_of("gguf", "rope"))
+        out[ROPE_KEY] = Str(_json(plan.config["rope_parameters"]))
     generation = generation_config(source)
     if generation:
         out[GENERATION_KEY] = Str(_json(generation))

@@ -88,9 +88,9 @@ def arrange(plan: ConversionPlan, chosen: Chosen) -> None:
 
 
 def _rope_divisors(plan: ConversionPlan) -> Computed | None:
-    settings = rope.primary(plan.config["rope_parameters"])
-    if settings["rope_type"] not in ("llama3", "proportional"):
+    if plan.config.get("rope_type") not in ("llama3", "proportional"):
         return None
+    settings = rope.primary(plan.config["rope_parameters"])
     head_dim = int(Dims(plan.table, plan.config)[next((kind.head_dim for kind in plan.table.rope.values()), "hd")])
     return Computed(np.array(rope.divisors(settings, head_dim), np.float32), "F32")
 

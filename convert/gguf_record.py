@@ -52,7 +52,7 @@ def with_scaling(
     from convert import rope_divisors
 
     spec = next(iter(tensors.get("rope_freqs.weight", ())), None)
-    if spec is None or hub["rope_type"] not in ("default", "proportional"):
+    if spec is None or hub.get("rope_type") not in ("default", "proportional"):
         return hub
     if spec.dtype != "F32" or len(spec.shape) != 1:
         raise FormatError(

@@ -172,7 +172,7 @@ def size_name(checkpoint: Checkpoint) -> str | None:
         published = configs.published(table, name)
         ours, theirs = Dims(table, config), Dims(table, published)
         if all(ours.get(k) == theirs.get(k) for k in (*sizes, "hd", "K")):
-            same_rope = published["rope_parameters"] == config.get("rope_parameters")
+            same_rope = published.get("rope_parameters") == config.get("rope_parameters")
             (equal if same_rope else shaped).append(name)
     if equal:
         return " or ".join(equal)

@@ -153,7 +153,7 @@ def expand(table: MappingTable, dims: Dims, layout: str, present: Container[str]
         joins = [*always, *(f for f in perhaps if _place(prefix + f.name, layer) in present)]
         fused = {part for f in joins for part in f.parts}
         for row in rows:
-            if not all(dims.value(w, layer) for w in row.when):
+            if layout not in row.zeros and not all(dims.value(w, layer) for w in row.when):
                 continue
             if row.id not in fused and layout not in row.names:
                 continue

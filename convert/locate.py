@@ -16,12 +16,14 @@ from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-CONFIG_NAMES = ("config.json", "params.json", "scratch_config.json")
+CONFIG_NAMES = ("config.json", "params.json", "scratch_config.json", "hparams.json")
 RECORD_NAME = "conversion.json"
-SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf")
+SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".index")
 #: What trainers leave beside weights.
 NOT_WEIGHTS = ("optimizer.", "scheduler.", "rng_state", "training_args.", "scaler.", "random_states")
-FORMATS = ("safetensors", "torch", "gguf")
+FORMATS = ("safetensors", "torch", "gguf", "tensorflow")
+#: What the files of a TensorFlow checkpoint end in beside its index.
+_TENSORFLOW = (".meta", ".data-")
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ def locate(src: Path) -> Found:
         UsageError: Nothing is there.
         ConvertError: Ambiguous, incomplete, or no weights.
     """
+    src = _tensorflow_index(src)
     if not src.exists():
         raise UsageError(f"{src} does not exist.", hint="Give a checkpoint folder or file.")
     if not src.is_dir() and not src.is_file():  # opening a pipe would wait for its writer
@@ -67,6 +70,13 @@ def locate(src: Path) -> Found:
         beside = own if own.is_file() else beside
     found.record = beside if beside.is_file() else None
     return found
+
+
+def _tensorflow_index(src: Path) -> Path:
+    """The index of a TensorFlow checkpoint, by any of its names: ``model.ckpt`` is no file at all."""
+    stem = next((src.name.partition(end)[0] for end in _TENSORFLOW if end in src.name), src.name)
+    index = src.with_name(f"{stem}.index")
+    return index if (stem != src.name or not src.exists()) and index.is_file() else src
 
 
 def _from_file(src: Path) -> Found:
@@ -91,6 +101,7 @@ def _from_file(src: Path) -> Found:
 def _from_folder(folder: Path) -> Found:
     names = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in SUFFIXES)
     names = [p for p in names if not p.name.startswith(NOT_WEIGHTS)]
+    names = [p for p in names if p.suffix != ".index" or any(folder.glob(f"{p.stem}.data-*"))]
     indexes = [folder / n for n in INDEX_NAMES if (folder / n).is_file()]
     adapters = [p for p in names if p.name.startswith("adapter_model")]
     if adapters or (folder / "adapter_config.json").is_file():

@@ -14,7 +14,7 @@ from convert.layout import Dims, Key
 from convert.match import values
 from convert.source import Cast, RopePermuted, Source
 from convert.table import MappingTable, TensorRow
-from convert.transforms import OPERATIONS, shift
+from convert.transforms import OPERATIONS, Zeros, shift
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -37,6 +37,8 @@ def logical_source(
     source = matched.logical.get(key)
     if source is None and (copied := table.rows[key[0]].copy) is not None:
         source = matched.logical[copied, opened.dims.value(Expr("kv_donor"), key[1])]
+    if source is None and layout in table.rows[key[0]].zeros:
+        return Zeros(shape, dtype or (opened.dtype if DTYPES[opened.dtype].is_float else "F32"))
     if source is None:
         pair = matched.tied_pair()
         assert pair and key == pair[0], key

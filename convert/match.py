@@ -89,7 +89,9 @@ class Match:
 
     def reference_tensors(self) -> Iterator[tuple[str, Source]]:
         """``(name in the reference model, source as stored)`` of every tensor; blocks are widened to float32."""
-        table = load_table(self.checkpoint.family) if self.checkpoint.table.names_file else self.checkpoint.table
+        table = self.checkpoint.table
+        if table.names_file or table.book_class:
+            table = load_table(self.checkpoint.family)
         for (row_id, layer), source in self.logical.items():
             name = table.rows[row_id].names["scratch"]
             if layer is not None:

@@ -277,7 +277,9 @@ def _check_heads(out: Fit, hub: Mapping[str, Any]) -> None:
 def _check_rope(out: Fit, hub: Mapping[str, Any] | None) -> None:
     """The rotary tables are computed by the class, so a wrong base never shows as a wrong tensor."""
     config = out.checkpoint.config
-    stated = config["rope_parameters"]
+    stated = config.get("rope_parameters")
+    if stated is None:
+        return
     if hub is not None and hub["rope_parameters"] != stated:
         out.warnings.append(
             f"the module was built with RoPE {dict(hub['rope_parameters'])}, the checkpoint is for {dict(stated)}"

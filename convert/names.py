@@ -70,6 +70,28 @@ def names_table(raw: Mapping[str, Any], source: str) -> MappingTable:
     return _apply(base, raw, source)
 
 
+def class_tables(table: MappingTable) -> list[MappingTable]:
+    """A table for each of the book's classes whose names are not those of the table's ``scratch`` column."""
+    out = []
+    for book_class, said in table.classes.items():
+        if "names" in said:
+            where = f"{table.source}: classes.{book_class}.names"
+            check_types(said["names"], where, names_file=True)
+            named = _apply(table, said["names"], where)
+            out.append(replace(named, names_file=None, names=None, book_class=book_class, **_kept(table)))
+    return out
+
+
+def _kept(table: MappingTable) -> dict[str, Any]:
+    """What a names file of a user takes away, and one for a class of the book does not."""
+    return {"classes": table.classes, "refuse": table.refuse, "title": table.title}
+
+
+def for_class(table: MappingTable, book_class: str | None) -> MappingTable:
+    """The table with the names of one of the book's classes; itself where they are its own."""
+    return next((t for t in class_tables(table) if t.book_class == book_class), table)
+
+
 def _apply(base: MappingTable, raw: Mapping[str, Any], source: str) -> MappingTable:
     merged = copy.deepcopy(dict(base.raw))
     _forget(merged["top"])

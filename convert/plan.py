@@ -26,7 +26,7 @@ from convert.logical import logical_source
 from convert.match import values
 from convert.report import fold_problems
 from convert.source import Cast, Joined, Source
-from convert.table import MappingTable
+from convert.table import READ_ONLY, MappingTable, load_table
 from convert.transforms import Expert, transposed
 
 #: Numpy work is cut into pieces of about this many bytes of output; with less, two threads fight over the GIL.
@@ -63,6 +63,7 @@ class Request:
         max_shard_size: Bytes per file of a Hugging Face folder.
         model_parallel: Number of Meta files.
         book_class: Which of the book's classes.
+        buffers: Write what the class keeps in its state dict beside weights (masks, rotary tables).
         allow_reference: Write what the book's class cannot hold for our reference class.
         tie: ``copy`` stores a tied head as a tensor of its own; ``share`` once, where the target can.
         tokenizer: Whether tokenizer files are carried.
@@ -78,6 +79,7 @@ class Request:
     model_parallel: int = 1
     book_class: str | None = None
     allow_reference: bool = False
+    buffers: bool = False
     tie: str | None = None
     tokenizer: bool = True
     tokenizer_path: str | Path | None = None
@@ -177,12 +179,16 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     Raises:
         ConvertError: The source does not match its table, or the target cannot hold it; all problems at once.
     """
-    table = table or (source.table if source.table.names_file is None else _base(source))
+    table = table or _target_table(source, request)
     matched = source.match
     problems = list(matched.problems)
-    if request.target not in table.layouts:
+    if request.target not in table.layouts or request.target in READ_ONLY:
         problems.append(
-            Problem("layout", f"the {table.family} family has no {request.target} layout.", wanted=list(table.layouts))
+            Problem("layout", f"the {request.target} layout is read and never written.", found=request.target)
+            if request.target in READ_ONLY
+            else Problem(
+                "layout", f"the {table.family} family has no {request.target} layout.", wanted=list(table.layouts)
+            )
         )
     if problems:
         raise ConvertError(fold_problems(problems))
@@ -214,10 +220,14 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     return plan
 
 
-def _base(source: Checkpoint) -> MappingTable:
-    from convert.table import load_table
+def _target_table(source: Checkpoint, request: Request) -> MappingTable:
+    """The source's table with the family's own names, or with those of one of the book's classes."""
+    from convert.names import for_class
 
-    return load_table(source.table.family)
+    table = source.table
+    if table.names_file or table.book_class:
+        table = load_table(table.family)
+    return for_class(table, request.book_class) if request.target == "scratch" else table
 
 
 def _needs_tie(request: Request) -> bool:
@@ -322,9 +332,13 @@ def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims
         split_model_parallel(plan, chosen, dims)
     elif request.target == "scratch":
         name = "model.pth" if request.format == "pth" else "model.safetensors"
-        entries = [Entry(slot.name, source.dtype, slot.shape) for slot, source in chosen]
-        plan.files.append(weight_file(name, entries, plan))
-        plan.outputs += [Output(source, (Target(0, slot.name),)) for slot, source in chosen]
+        tensors = [(slot.name, source) for slot, source in chosen]
+        if request.buffers:
+            from convert.buffers import buffers
+
+            tensors += buffers(plan.table, dims, request.book_class)
+        plan.files.append(weight_file(name, [Entry(n, s.dtype, s.shape) for n, s in tensors], plan))
+        plan.outputs += [Output(source, (Target(0, n),)) for n, source in tensors]
     else:
         from convert.gguf_plan import arrange
 

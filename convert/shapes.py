@@ -21,8 +21,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def count_layers(table: MappingTable, layout: str, names: Mapping[str, Any]) -> int:
     """Layers that a set of tensor names has: one more than the highest number in the place of ``{l}``."""
-    head, _, _ = table.prefix.get(layout, "").partition("{l}")
-    numbers = {rest.split(".", 1)[0] for rest in (n[len(head) :] for n in names if n.startswith(head))}
+    head, _, tail = table.prefix.get(layout, "").partition("{l}")
+    numbers = {rest.split(tail or ".", 1)[0] for rest in (n[len(head) :] for n in names if n.startswith(head))}
     return max((int(n) for n in numbers if n.isdecimal()), default=-1) + 1
 
 
@@ -116,13 +116,19 @@ def fill(
             name = usual([pattern.replace("{l}", str(i)) for i in range(max(layers, 1))], shapes)
             if name is not None:
                 first[row.id] = (name, shapes[name], row)
+
+    def follows(expr: Expr, size: int) -> bool:
+        """Whether a dim has this size without the config saying it (a feed-forward layer of four times the width)."""
+        return expr.text in table.dims and Dims(table, out).get(expr.text) == size
+
     for _ in range(3):  # one unknown may have to be solved before the next
         for name, shape, row in first.values():
             if len(shape) != len(row.shape):
                 continue
-            for expr, size in zip(row.shape, shape, strict=True):
+            turned = row.linear and table.convention_of(layout, "linear") == "in_out"
+            for expr, size in zip(reversed(row.shape) if turned else row.shape, shape, strict=True):
                 found = solve(table, Dims(table, out), expr, size)
-                if found and found[0] != primary_key(table, "H"):
+                if found and found[0] != primary_key(table, "H") and not follows(expr, size):
                     learn(found[0], found[1], f"{name!r} {list(shape)}")
     for key, row_id in table.presence.items():
         if out.get(key) is None:
@@ -136,14 +142,15 @@ def fill(
 def _present(
     table: MappingTable, config: Mapping[str, Any], layout: str, row: TensorRow, layers: int, shapes: Shapes
 ) -> str | None:
-    """The name of a row's tensor in some layer that has it by the row's conditions, or None."""
-    if layout not in row.names:
-        return None
+    """The name under which some layer that has this row by its conditions stores it, alone or with others, or None."""
+    patterns = [row.names[layout]] if layout in row.names else []
+    patterns += [f.name for f in table.fused if f.layout == layout and row.id in f.parts]
     prefix = table.prefix.get(layout, "") if row.in_block else ""
     dims = Dims(table, config)
     for layer in range(max(layers, 1)):
-        name = (prefix + row.names[layout]).replace("{l}", str(layer))
-        if name in shapes and all(w.evaluate(dims.lookup(layer if row.in_block else None)) for w in row.when):
+        names = ((prefix + p).replace("{l}", str(layer)) for p in patterns)
+        name = next((n for n in names if n in shapes), None)
+        if name is not None and all(w.evaluate(dims.lookup(layer if row.in_block else None)) for w in row.when):
             return name
     return None
 

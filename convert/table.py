@@ -20,7 +20,9 @@ from convert.resources import mappings_dir
 from convert.table_files import load_toml, resolve
 from convert.table_types import check_types
 
-LAYOUTS = ("hf", "meta", "scratch", "gguf")
+LAYOUTS = ("hf", "meta", "scratch", "gguf", "openai")
+#: Layouts that are understood and never written.
+READ_ONLY = ("openai",)
 CONVENTIONS = {
     "rope": ("half", "interleaved"),
     "norm": ("plain", "zero_centered"),
@@ -30,10 +32,26 @@ CONVENTIONS = {
 CONFIG_KINDS = ("number", "numbers", "flag", "text", "texts", "ids")
 #: Names every table may use in expressions beside its own dims: the layer, the period of full layers
 #: (:func:`convert.normalisers.layer_period`), and the RoPE settings that :mod:`convert.rope` brings into one form.
-COMMON_NAMES = frozenset({"l", "layer_period", "kv_donor", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"})
+COMMON_NAMES = frozenset(
+    {"l", "layer_period", "kv_donor", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"}
+)
 
 _ROW_KEYS = frozenset(
-    {"shape", "when", "rope", "role", "tied_to", "copy", "always", "parallel", "norm", "linear", "to", *LAYOUTS}
+    {
+        "shape",
+        "when",
+        "rope",
+        "role",
+        "tied_to",
+        "copy",
+        "always",
+        "parallel",
+        "norm",
+        "linear",
+        "to",
+        "zeros",
+        *LAYOUTS,
+    }
 )
 
 
@@ -55,6 +73,7 @@ class TensorRow:
         norm: Whether it is a norm's weight, to which the ``norm`` convention applies.
         linear: Whether it is a linear layer's weight, to which the ``linear`` convention applies.
         to: Operations (:data:`convert.transforms.OPERATIONS`) from the hub layout to another one.
+        zeros: Layouts that always have this tensor, whatever ``when`` says; they hold zeros for a model without it.
     """
 
     id: str
@@ -70,6 +89,7 @@ class TensorRow:
     linear: bool = False
     to: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
     always: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
 
     @property
     def experts(self) -> bool:
@@ -88,7 +108,8 @@ class ConfigRow:
 
     Attributes:
         key: The name in ``config.json``, which is the hub's.
-        names: Key per other layout; GGUF's may contain ``{arch}``.
+        names: Key per other layout; GGUF's may contain ``{arch}``. Under ``hf`` stands what this family's
+            ``config.json`` calls it, where that is not the hub's name.
         gguf_type: The value type that the GGUF loader demands (``u32``, ``f32`` …).
         also: Further keys per layout that are written with the same value, and understood in the key's place.
         kind: What its values are: ``number``, ``flag``, ``text``, ``texts``, or ``ids`` (one or several).
@@ -133,6 +154,21 @@ class Ignore:
         if pattern[0] == "*":
             pattern, parts = pattern[1:], parts[-len(pattern) + 1 :]
         return len(pattern) == len(parts) and all(p in ("*", q) for p, q in zip(pattern, parts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRow:
+    """What some of the book's classes keep in their state dict beside weights; it follows from the config.
+
+    Attributes:
+        kind: How it is computed (:data:`convert.buffers.KINDS`).
+        name: Its name in every block.
+        shape: Like a row's.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[Expr, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +238,17 @@ class MappingTable:
     normalise: tuple[str, ...] = ()
     alias: tuple[Alias, ...] = ()
     metadata: tuple[Metadata, ...] = ()
+    buffers: Mapping[str, BufferRow] = field(default_factory=dict)
+    book_class: str | None = None
     rope: Mapping[str, RopeKind] = field(default_factory=dict)
     names_file: str | None = None
     names: Mapping[str, Any] | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether positions enter by rotation; else configs have no word about RoPE."""
+        return any(row.rope is not None for row in self.rows.values())
 
     def convention_of(self, layout: str, kind: str) -> str:
         """The layout's convention of this kind; the first of :data:`CONVENTIONS` where the table is silent."""
@@ -274,6 +317,7 @@ def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None)
         normalise=tuple(raw.get("normalise", ())),
         alias=tuple(_item(Alias, x, source, "alias") for x in raw.get("alias", ())),
         metadata=tuple(_metadata(x, source) for x in raw.get("metadata", ())),
+        buffers={k: _buffer(k, x, source) for k, x in raw.get("buffers", {}).items()},
         rope=read_section(raw.get("rope", {}), source),
         names_file=names_file,
         raw=raw,
@@ -324,6 +368,7 @@ def _walk(
             linear=bool(value.get("linear")),
             to={layout: tuple(ops) for layout, ops in (value.get("to") or {}).items()},
             always=tuple(value.get("always", ())),
+            zeros=tuple(value.get("zeros") or ()),
         )
 
 
@@ -368,6 +413,13 @@ def _metadata(value: Mapping[str, Any], source: str) -> Metadata:
     expressions = {k: Expr(v, where) for k, v in value.items() if k in ("value", "when")}
     found: Metadata = _item(Metadata, {**value, **expressions}, source, "metadata")
     return found
+
+
+def _buffer(kind: str, value: Mapping[str, Any], source: str) -> BufferRow:
+    where = f"{source}: buffers.{kind}"
+    if set(value) != {"name", "shape"} or not isinstance(value["shape"], list):
+        raise TableError(f"{where}: needs a name and a shape, and nothing else.")
+    return BufferRow(kind, str(value["name"]), tuple(Expr(s, where) for s in value["shape"]))
 
 
 def _refuse(value: Mapping[str, Any], source: str) -> Refuse:

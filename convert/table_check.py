@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from convert.buffers import KINDS
 from convert.errors import TableError
 from convert.normalisers import NORMALISERS
 from convert.transforms import OPERATIONS
@@ -51,6 +52,8 @@ def check_table(table: MappingTable) -> None:
             raise TableError(f"{source}: {row.id}: always: {strange[0]!r} is none of {', '.join(LAYOUTS)}.")
         if row.in_block and not set(row.names) <= set(table.prefix):
             raise TableError(f"{source}: {row.id}: no prefix for {sorted(set(row.names) - set(table.prefix))}.")
+        if strange := sorted(set(row.zeros) - set(table.layouts)):
+            raise TableError(f"{source}: {row.id}: zeros: {strange[0]!r} is no layout of this family.")
         for layout, operations in row.to.items():
             for operation in operations:
                 if layout not in LAYOUTS or operation.get("op") not in OPERATIONS:
@@ -63,6 +66,12 @@ def check_table(table: MappingTable) -> None:
             raise TableError(
                 f"{source}: normalise: {name!r} is no normaliser.", hint=f"Normalisers: {', '.join(NORMALISERS)}."
             )
+    for book_class, said in table.classes.items():
+        strange = sorted(set(said.get("buffers", ())) - set(table.buffers))
+        if strange or set(said) - {"drop", "names", "buffers"}:
+            raise TableError(f"{source}: classes.{book_class}: {(strange or sorted(said))[0]!r} is not known here.")
+    if unknown := sorted(set(table.buffers) - set(KINDS)):
+        raise TableError(f"{source}: buffers.{unknown[0]} is no kind of buffer.", hint=f"Kinds: {', '.join(KINDS)}.")
     for key, row_id in table.presence.items():
         if row_id not in table.rows:
             raise TableError(f"{source}: presence.{key}: {row_id!r} is no row.")

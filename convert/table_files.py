@@ -25,7 +25,7 @@ _TOP_KEYS = frozenset(
         "config",
     }
     | {"defaults", "presence", "prefix", "convention", "top", "block", "fused", "ignore", "refuse", "classes", "sizes"}
-    | {"template", "normalise", "alias", "metadata", "anew", "rope"}
+    | {"template", "normalise", "alias", "metadata", "buffers", "anew", "rope"}
 )
 #: What a table may begin `anew`, without what the extended one says.
 _SECTIONS = ("config", "defaults", "presence", "fused", "ignore", "refuse", "classes", "sizes", "template", "alias")

@@ -9,8 +9,21 @@ from convert.errors import TableError
 
 _TEXTS = ("family", "title", "extends", "gguf_arch", "reference")
 _LISTS_OF_TEXTS = ("model_types", "architectures", "layouts", "normalise", "anew")
-_MAPS = ("dims", "config", "defaults", "presence", "convention", "top", "block", "classes", "sizes", "template", "rope")
-_MAPS_OF_MAPS = ("config", "defaults", "classes", "sizes", "template")
+_MAPS = (
+    "dims",
+    "config",
+    "defaults",
+    "presence",
+    "convention",
+    "top",
+    "block",
+    "classes",
+    "sizes",
+    "template",
+    "rope",
+    "buffers",
+)
+_MAPS_OF_MAPS = ("config", "defaults", "classes", "sizes", "template", "buffers")
 _LISTS_OF_MAPS = ("fused", "ignore", "refuse", "alias", "metadata")
 _ROW_TEXTS = ("role", "tied_to", "copy")
 _EXPRESSIONS = (str, int, float, bool)
@@ -109,6 +122,8 @@ def _rows(tree: Mapping[str, Any], where: str) -> None:
                 _want(isinstance(inner, bool), f"{place}.{name}", inner, "true or false")
             elif name == "always":
                 _want(_all(inner, str), f"{place}.always", inner, "a list of layouts")
+            elif name == "zeros":
+                _want(_all(inner, str), f"{place}.zeros", inner, "a list of layouts")
             elif name == "to":
                 _operations(inner, f"{place}.to")
             elif name in _ROW_TEXTS or isinstance(inner, (list, dict, int, float)):

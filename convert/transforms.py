@@ -56,6 +56,18 @@ def transposed(source: Source) -> Source:
     return Transposed(source)
 
 
+class Zeros(Source):
+    """A tensor of zeros, which no file holds."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+    def read(self, start: int, stop: int) -> Array:
+        """See :meth:`Source.read`."""
+        return np.zeros((stop - start, *self.shape[1:]), DTYPES[self.dtype].storage)
+
+
 class Transposed(Source):
     """A composed matrix with its axes swapped: read at once up to 64 MiB, else in slabs of its rows."""
 

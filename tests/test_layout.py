@@ -14,9 +14,10 @@ from convert import config as configs
 from convert.errors import ConvertError, TableError
 from convert.layout import Dims, expand, row_shape
 from convert.report import fold_names
-from convert.table import LAYOUTS, load_table, read_table
+from convert.table import load_table, read_table
 
 HERE = Path(__file__).parent
+LAYOUTS = load_table("llama").layouts
 KEYS = json.loads((HERE / "data" / "llama_keys.json").read_text(encoding="utf-8"))
 SMALL = {
     "vocab_size": 96,

@@ -23,6 +23,7 @@ _LAYOUTS = {
     "meta": "a Meta folder",
     "scratch": "a from-scratch folder",
     "gguf": "a GGUF file",
+    "openai": "OpenAI's TensorFlow checkpoint",
 }
 
 _target_options = {
@@ -85,6 +86,9 @@ hf_to_gguf = _command("hf", "gguf")
 meta_to_gguf = _command("meta", "gguf")
 scratch_to_gguf = _command("scratch", "gguf")
 gguf_to_gguf = _command("gguf", "gguf")
+openai_to_hf = _command("openai", "hf")
+openai_to_scratch = _command("openai", "scratch")
+openai_to_gguf = _command("openai", "gguf")
 
 
 @click.group("to", help="Convert any source to LAYOUT; the source is recognised.", subcommand_metavar="LAYOUT SRC OUT")

@@ -46,7 +46,7 @@ def stack(*decorators: Decorator) -> Decorator:
 source_options = stack(
     click.option("--family", metavar="NAME", help="Family of the model, where it is not recognised."),
     click.option(
-        "--layout", type=click.Choice(["hf", "meta", "scratch", "gguf"]), help="Layout of the source's names."
+        "--layout", type=click.Choice(["hf", "meta", "scratch", "gguf", "openai"]), help="Layout of the source's names."
     ),
     click.option(
         "--qk-layout",
@@ -89,6 +89,7 @@ conversion_options = stack(
         help="Run source and output on the reference model: auto does it when there is a GPU.",
     ),
     click.option("--class", "book_class", metavar="NAME", help="Variant of the book's class."),
+    click.option("--buffers", is_flag=True, help="Write the masks and rotary tables that the class keeps, too."),
     click.option(
         "--allow-reference", is_flag=True, help="Write what the book's class cannot hold, for our reference class."
     ),

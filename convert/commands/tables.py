@@ -13,7 +13,7 @@ from convert.commands.options import output_options
 if TYPE_CHECKING:
     from convert.table import MappingTable
 
-_LAYOUT = click.Choice(["hf", "meta", "scratch", "gguf"])
+_LAYOUT = click.Choice(["hf", "meta", "scratch", "gguf", "openai"])
 
 
 @click.group("tables")

@@ -21,6 +21,10 @@ def read_container(path: Path, format: str) -> Container:
         from convert.formats import safetensors
 
         return safetensors.read(path)
+    if format == "tensorflow":
+        from convert.formats import tf_checkpoint
+
+        return tf_checkpoint.read(path)
     if format == "gguf":
         from convert.formats import gguf
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from convert.errors import FormatError, Problem
+from convert.formats import sstable
 
 _HEAD = 64 << 10
 _SAMPLES = 64
@@ -82,9 +83,10 @@ def sniff(path: Path) -> str:
     """The kind of file at ``path``, from its content.
 
     Returns:
-        ``safetensors``, ``torch``, ``gguf``; or, for files that hold no weights we read, ``lfs``, ``html``,
-        ``torch-legacy``, ``pickle``, ``zip``, ``tar``, ``hdf5``, ``gzip``, ``bzip2``, ``xz``, ``zstd``, ``7z``,
-        ``rar``, ``numpy``, ``pdf``, ``ggml``, ``json``, ``text``, ``empty``, ``zeros``, ``unknown``.
+        ``safetensors``, ``torch``, ``gguf``, ``tensorflow`` (an index); or, for files that hold no weights we
+        read, ``lfs``, ``html``, ``torch-legacy``, ``pickle``, ``zip``, ``tar``, ``hdf5``, ``gzip``, ``bzip2``,
+        ``xz``, ``zstd``, ``7z``, ``rar``, ``numpy``, ``pdf``, ``ggml``, ``json``, ``text``, ``empty``, ``zeros``,
+        ``unknown``.
 
     Raises:
         FormatError: There is no such file, or it cannot be read.
@@ -127,7 +129,15 @@ def _kind(file: BinaryIO, head: bytes, size: int) -> str:
         return "torch-legacy" if _LEGACY in head[:32] else "pickle"
     if not head.strip(b"\0") and _zeros(file, size):
         return "zeros"
+    if _is_table(file, size):
+        return "tensorflow"
     return _text_kind(head)
+
+
+def _is_table(file: BinaryIO, size: int) -> bool:
+    """Whether it ends as the index of a TensorFlow checkpoint does (a sorted table, which has no magic in front)."""
+    file.seek(max(0, size - len(sstable.MAGIC)))
+    return (file.read(len(sstable.MAGIC)) or b"") == sstable.MAGIC
 
 
 def _mentions_pickle(file: BinaryIO, head: bytes, size: int) -> bool:
