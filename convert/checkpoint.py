@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
 from convert.choices import require_choice, require_positive
-from convert.detect import detect, known, score, stated_family
+from convert.detect import candidates, detect, known, refuse_special, score, stated_family
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.readers import read_container
 from convert.formats.spec import Container, TensorSpec
@@ -25,7 +25,7 @@ from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
 from convert.opening import find_config, hub_config
 from convert.source import FilePool, Source
-from convert.table import LAYOUTS, MappingTable, families, load_table
+from convert.table import LAYOUTS, MappingTable
 
 if TYPE_CHECKING:
     from convert.match import Match
@@ -201,12 +201,15 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     table = _names_table(chosen, record, notes)
     if table is not None and chosen.family and chosen.family != table.family:
         raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
-    tensors = _aliased(_common_first_parts(tensors, table, notes), table, raw, notes)
+    refuse_special(tensors, raw)
+    family = chosen.family or (stated_family(raw) if config_layout == "scratch" else None)
+    tables = candidates(raw, format=found.format, family=family, table=table)
+    tensors = _aliased(_common_first_parts(tensors, tables, notes), tables, notes)
     table, layout = detect(
         tensors,
         raw or None,
         format=found.format,
-        family=chosen.family or (stated_family(raw) if config_layout == "scratch" else None),
+        family=family,
         layout=chosen.layout or ("scratch" if table is not None and table.names_file else None),
         table=table,
     )
@@ -277,13 +280,13 @@ def _strip(tensors: dict[str, list[TensorSpec]], notes: list[str]) -> dict[str, 
 
 
 def _common_first_parts(
-    tensors: dict[str, list[TensorSpec]], table: MappingTable | None, notes: list[str]
+    tensors: dict[str, list[TensorSpec]], tables: list[MappingTable], notes: list[str]
 ) -> dict[str, list[TensorSpec]]:
     """A trainer's module may hold the model as an attribute (``net.tok_emb.weight``): its name is stripped.
 
     Only if every name begins with it and a table knows the names without it and not with it.
     """
-    if known(tensors, table):
+    if known(tensors, tables):
         return tensors
     prefix = ""
     for part in next(iter(tensors)).split(".")[:_PREFIX_PARTS]:
@@ -291,7 +294,7 @@ def _common_first_parts(
         if not all(name.startswith(prefix) and len(name) > len(prefix) for name in tensors):
             return tensors
         bare = {name[len(prefix) :]: specs for name, specs in tensors.items()}
-        if known(bare, table):
+        if known(bare, tables):
             notes.append(f"stripped from names: {prefix} ({len(bare)} names)")
             return bare
     return tensors
@@ -307,17 +310,13 @@ def _gather(containers: list[Container]) -> dict[str, list[TensorSpec]]:
 
 def _aliased(
     tensors: dict[str, list[TensorSpec]],
-    table: MappingTable | None,
-    config: Mapping[str, Any] | None,
+    tables: list[MappingTable],
     notes: list[str],
 ) -> dict[str, list[TensorSpec]]:
     """Names that begin in another way in some files (``[[alias]]`` of a table).
 
     A base model saved without its wrapper lacks the ``model.`` in front (pains L5); a multimodal one has more of it.
     """
-    kind = (config or {}).get("model_type")
-    tables = [table] if table else [load_table(f) for f in families()]
-    tables = [t for t in tables if kind in t.model_types] or tables
     plain = max((score(t, x, tensors) for t in tables for x in t.layouts), default=0.0)
     for found in tables:
         for layout in {rule.layout: None for rule in found.alias}:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.")
 
 
-def layout_of(raw: Mapping[str, Any], tables: list[MappingTable]) -> str | None:
+def layout_of(raw: Mapping[str, Any], tables: Iterable[MappingTable]) -> str | None:
     """Whose spelling a config is in: ``hf``, ``meta``, ``scratch`` or ``openai``; None for neither."""
     if "hidden_size" in raw or "model_type" in raw or "architectures" in raw:
         return "hf"

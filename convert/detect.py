@@ -12,7 +12,7 @@ from convert.adapters import refuse_adapters
 from convert.errors import ConvertError, Problem
 from convert.names import class_tables
 from convert.report import fold_names
-from convert.table import MappingTable, families, load_table
+from convert.table import LAYOUTS, MappingTable, families, heads, load_table
 
 #: Tensor name endings of weights that are packed integers, and what wrote them.
 PACKED = {
@@ -51,9 +51,39 @@ def explained(table: MappingTable, layout: str, names: Collection[str]) -> int:
     return sum(p.replace("{l}", "0").replace("{e}", "0") in names for p in patterns)
 
 
-def known(names: Collection[str], table: MappingTable | None = None) -> bool:
-    """Whether some table (or this one) knows at least half of what its layouts always have among ``names``."""
-    tables = [table] if table else [v for f in families() for v in (load_table(f), *class_tables(load_table(f)))]
+def candidates(
+    config: Mapping[str, Any] | None, *, format: str, family: str | None = None, table: MappingTable | None = None
+) -> list[MappingTable]:
+    """The tables that can describe a checkpoint, by what its config says; all of them where it says nothing.
+
+    Raises:
+        ConvertError: The config names an architecture that no table describes.
+    """
+    if table is not None or family is not None:
+        return [table or load_table(str(family))]
+    said = heads()
+    if format == "gguf":
+        arch = str((config or {}).get("general.architecture"))
+        fitting = [f for f, head in said.items() if head.get("gguf_arch") == arch]
+        if not fitting:
+            raise _unknown(f"a GGUF file of the architecture {arch!r}")
+        return [load_table(f) for f in fitting]
+    kind = _model_type(config)
+    if kind:
+        fitting = [f for f, head in said.items() if kind in head.get("model_types", ())]
+        if not fitting:
+            raise _unknown(f"{kind!r}")
+        return [load_table(f) for f in fitting]
+    stems = _stems(config)
+    fitting = [f for f, head in said.items() if stems & {_stem(a) for a in head.get("architectures", ())}]
+    if stems and not fitting:
+        raise _unknown(", ".join(map(repr, (config or {})["architectures"])))
+    return [load_table(f) for f in fitting or said]
+
+
+def known(names: Collection[str], tables: Collection[MappingTable]) -> bool:
+    """Whether one of the tables knows at least half of what its layouts always have among ``names``."""
+    tables = [v for t in tables for v in (t, *class_tables(t))]
     return any(score(t, layout, names) >= _THRESHOLD for t in tables for layout in t.layouts)
 
 
@@ -79,21 +109,9 @@ def detect(
     Raises:
         ConvertError: An architecture that no table describes, an adapter, or packed weights.
     """
-    _refuse_special(names, config)
-    wanted = None if table or family or format == "gguf" else _model_type(config)
-    tables = [table] if table else [load_table(f) for f in ([family] if family else families())]
-    if wanted:
-        tables = [t for t in tables if wanted in t.model_types] or tables
-    elif not (table or family or format == "gguf"):
-        tables = _of_architecture(tables, config)
-    layouts = [layout] if layout else _LAYOUTS.get(format, ["hf", "meta", "scratch"])
+    tables = candidates(config, format=format, family=family, table=table)
     tables = [v for t in tables for v in (t, *class_tables(t))]
-    if format == "gguf":
-        arch = str((config or {}).get("general.architecture"))
-        fitting = [t for t in tables if t.gguf_arch == arch]
-        if not fitting:
-            raise _unknown(f"a GGUF file of the architecture {arch!r}", tables)
-        tables = fitting
+    layouts = [layout] if layout else _LAYOUTS.get(format, ["hf", "meta", "scratch"])
     # What a table always wants decides, then what it can explain, then the table that says less.
     ranked = sorted(
         (
@@ -105,8 +123,6 @@ def detect(
         key=lambda item: item[:3],
         reverse=True,
     )
-    if wanted is not None and not any(wanted in t.model_types for t in tables):
-        raise _unknown(f"{wanted!r}", tables)
     if not ranked or ranked[0][0] < _THRESHOLD:
         if format == "gguf":
             return tables[0], "gguf"
@@ -136,7 +152,7 @@ def stated_family(config: Mapping[str, Any] | None) -> str | None:
     if stated is None:
         return None
     if stated not in families():
-        raise _unknown(f"of the family {stated!r}", [])
+        raise _unknown(f"of the family {stated!r}")
     return str(stated)
 
 
@@ -145,29 +161,20 @@ def _model_type(config: Mapping[str, Any] | None) -> str | None:
     return str(value) if value else None
 
 
-def _of_architecture(tables: list[MappingTable], config: Mapping[str, Any] | None) -> list[MappingTable]:
-    """The tables of a config's ``architectures``, which decide where there is no ``model_type``.
+def _stems(config: Mapping[str, Any] | None) -> set[str]:
+    """What a config's ``architectures`` name; they decide where there is no ``model_type``.
 
     ``LlamaForCausalLM``, ``LlamaModel`` and ``LlamaForSequenceClassification`` are one architecture.
-
-    Raises:
-        ConvertError: No table describes it.
     """
     stated = (config or {}).get("architectures")
-    stems = {_stem(a) for a in stated if isinstance(a, str)} if isinstance(stated, list) else set()
-    if not stems:
-        return tables
-    fitting = [t for t in tables if stems & {_stem(a) for a in t.architectures}]
-    if not fitting:
-        raise _unknown(f"{', '.join(map(repr, stated or ()))}", tables)
-    return fitting
+    return {_stem(a) for a in stated if isinstance(a, str)} if isinstance(stated, list) else set()
 
 
 def _stem(architecture: str) -> str:
     return architecture.partition("For")[0].removesuffix("Model")
 
 
-def _unknown(what: str, tables: list[MappingTable]) -> ConvertError:
+def _unknown(what: str) -> ConvertError:
     here = ", ".join(families())
     return ConvertError(
         Problem(
@@ -181,7 +188,7 @@ def _unknown(what: str, tables: list[MappingTable]) -> ConvertError:
     )
 
 
-def _refuse_special(names: Collection[str], config: Mapping[str, Any] | None) -> None:
+def refuse_special(names: Collection[str], config: Mapping[str, Any] | None) -> None:
     """Adapters and packed weights are no plain numbers; they are named before any work."""
     refuse_adapters(names)
     scheme = next(((n, what) for n in names for end, what in PACKED.items() if n.endswith(end)), None)

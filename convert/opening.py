@@ -50,9 +50,9 @@ def find_config(
         return None, None
     if not isinstance(raw, dict):
         raise ConvertError(Problem("config", f"{path.name} is not a JSON object.", file=str(path)))
-    layout = configs.layout_of(raw, [load_table(f) for f in families()])
+    layout = configs.layout_of(raw, (load_table(f) for f in families()))
     if layout is None and isinstance(raw.get("model"), dict):
-        layout = configs.layout_of(raw["model"], [load_table(f) for f in families()])
+        layout = configs.layout_of(raw["model"], (load_table(f) for f in families()))
     if layout is None and not wrapped:
         keys = ", ".join(map(repr, list(raw)[:6])) or "no keys"
         raise ConvertError(

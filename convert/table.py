@@ -17,7 +17,7 @@ from convert.errors import TableError, UsageError
 from convert.expr import Expr
 from convert.layered_rope import RopeKind, read_section
 from convert.resources import mappings_dir
-from convert.table_files import load_toml, resolve
+from convert.table_files import load_head, resolve
 from convert.table_types import check_types
 
 LAYOUTS = ("hf", "meta", "scratch", "gguf", "openai")
@@ -257,7 +257,13 @@ class MappingTable:
 
 def families() -> list[str]:
     """The names of all families that have a table."""
-    return sorted(p.stem for p in mappings_dir().glob("*.toml") if "family" in load_toml(p))
+    return sorted(heads())
+
+
+def heads() -> dict[str, dict[str, Any]]:
+    """What each family's file says before its first table (model types, architectures), by family."""
+    found = {p.stem: load_head(p) for p in mappings_dir().glob("*.toml")}
+    return {name: head for name, head in sorted(found.items()) if "family" in head}
 
 
 @cache

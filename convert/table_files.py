@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +64,46 @@ def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """One file as it is.
+    """One file as it is; parsed once as long as it does not change.
 
     Raises:
         TableError: It cannot be read, or is no TOML.
     """
+    text = _text(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return dict(_parsed(text))
+    except tomllib.TOMLDecodeError as error:
+        raise TableError(f"{path.name}: not valid TOML: {error}.") from None
+
+
+def load_head(path: Path) -> dict[str, Any]:
+    """The keys before a file's first table: the family's name, model types and architectures.
+
+    A whole table takes tens of milliseconds to parse, and most commands need one of them.
+
+    Raises:
+        TableError: The file cannot be read, or this part is no TOML.
+    """
+    lines = _text(path).splitlines(keepends=True)
+    end = next((i for i, line in enumerate(lines) if line.startswith("[")), len(lines))
+    try:
+        return tomllib.loads("".join(lines[:end]))
+    except tomllib.TOMLDecodeError as error:
+        raise TableError(f"{path.name}: not valid TOML: {error}.") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise TableError(f"{path.name}: not valid TOML: {error}.") from None
     except OSError as error:
         raise TableError(f"{path}: cannot be read: {error.strerror}.") from None
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> dict[str, Any]:
+    return tomllib.loads(text)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
