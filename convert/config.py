@@ -17,7 +17,7 @@ from convert import layered_rope, rope
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.expr import Expr
-from convert.normalisers import MAX_LAYERS, NORMALISERS, PERIODS
+from convert.normalisers import MAX_LAYERS, NORMALISERS, PERIODS, ROPE_EXTRAS
 from convert.table import MappingTable
 
 Config = dict[str, Any]
@@ -251,6 +251,8 @@ def to_hf(table: MappingTable, hub: Mapping[str, Any], dtype: str, carried: Mapp
     if table.has_rope:
         settings = hub["rope_parameters"]
         out |= layered_rope.to_hf(table.rope, settings) if table.rope else rope.to_hf(settings)
+    if "rope_extras" in table.normalise:
+        out["rope_parameters"] |= {key: out.pop(key) for key in ROPE_EXTRAS if key in out}
     for row in table.config.values():
         if "hf" in row.names and row.key in out:
             out[row.names["hf"]] = out.pop(row.key)

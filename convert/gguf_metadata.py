@@ -16,6 +16,7 @@ from convert import layered_rope, rope
 from convert.checkpoint import Checkpoint
 from convert.config import read_json
 from convert.errors import ConvertError, Problem, UsageError
+from convert.expr import Expr
 from convert.formats.gguf_values import F32, U32, Array, Bool, KeyValues, Str, Value, encode, infer
 from convert.formats.spec import Entry
 from convert.gguf_record import CONFIG_KEY, GENERATION_KEY, ROPE_KEY
@@ -240,8 +241,10 @@ def _rope(plan: ConversionPlan, arch: str) -> dict[str, Value]:
 def _computed(item: Metadata, dims: Dims) -> Value:
     """The value of a ``[[metadata]]`` entry."""
     cast = {"f32": float, "bool": bool, "str": str}.get(item.type, int)
-    if item.each:
+    if item.each and isinstance(item.value, Expr):
         return Array(item.type, [cast(dims.value(item.value, layer)) for layer in range(dims.n_layers)])
+    if isinstance(item.value, tuple):
+        return Array(item.type, [cast(dims.value(expr)) for expr in item.value])
     return Value(item.type, cast(dims.value(item.value)))
 
 

@@ -51,7 +51,8 @@ def logical_source(
     if row.rope is not None and opened.pairing != table.convention_of(layout, "rope"):
         heads = int(opened.dims.value(row.rope, key[1]))
         to = table.convention_of(layout, "rope")
-        source = RopePermuted(source, head_dim=shape[0] // heads, to=to)
+        turning = int(opened.dims.value(row.rotary, key[1])) if row.rotary is not None else None
+        source = RopePermuted(source, head_dim=shape[0] // heads, rotary_dim=turning, to=to)
     for step in steps:
         source = step(source, opened.dims, key[1])
     return Cast(source, dtype) if dtype and source.dtype != dtype else source

@@ -18,6 +18,8 @@ Normaliser = Callable[[Config], Config]
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 #: Defaults of a table that must be known before layer kinds can be told from a period.
 PERIODS = ("sliding_window_pattern", "full_attention_interval")
+#: Keys that transformers 5 keeps among the RoPE settings without being fields of a RoPE type.
+ROPE_EXTRAS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 #: More layers than any machine could hold; a damaged config must not fill the memory.
 MAX_LAYERS = 100_000
 
@@ -55,15 +57,39 @@ def layer_types_from_pattern(config: Config) -> Config:
 
 
 def layer_types_from_interval(config: Config) -> Config:
-    """``layer_types`` of models that mix linear and full attention, from ``full_attention_interval``."""
+    """``layer_types`` of models that mix linear and full attention: stated, from GGUF's flags, or from the interval.
+
+    ``full_attention_interval`` and the flags are taken out: two statements of one thing could come to disagree.
+    """
+    interval, flags = config.get("full_attention_interval"), config.get("recurrent_layers")
+    config = {k: v for k, v in config.items() if k not in ("full_attention_interval", "recurrent_layers")}
+    layers = config.get("num_hidden_layers")
     if config.get("layer_types"):
         return _checked(config)
-    interval = config.get("full_attention_interval")
-    layers = config.get("num_hidden_layers")
-    if not isinstance(interval, int) or not isinstance(layers, int) or interval < 1 or not 0 <= layers <= MAX_LAYERS:
+    if isinstance(flags, list):
+        return _checked({**config, "layer_types": [LINEAR if flag else FULL for flag in flags]})
+    if type(interval) is not int or type(layers) is not int or interval < 1 or not 0 <= layers <= MAX_LAYERS:
         return config
     kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)]
     return {**config, "layer_types": kinds}
+
+
+def rope_extras(config: Config) -> Config:
+    """What stands among the RoPE settings and is none (:data:`ROPE_EXTRAS`), as keys of the config itself.
+
+    GGUF says how many dimensions of a head turn where others say which part of it, and has a fourth, empty section.
+    """
+    config = dict(config)
+    for settings in (config.get("rope_parameters"), config.get("rope_scaling")):
+        if isinstance(settings, Mapping):
+            config |= {k: settings[k] for k in ROPE_EXTRAS if settings.get(k) is not None}
+    turning, head = config.pop("rotary_dim", None), config.get("head_dim")
+    if isinstance(turning, int) and isinstance(head, int) and head > 0:
+        config["partial_rotary_factor"] = turning / head
+    sections = config.get("mrope_section")
+    if isinstance(sections, list) and len(sections) == 4 and sections[3] == 0:
+        config["mrope_section"] = sections[:3]
+    return config
 
 
 def sliding_window_if_used(config: Config) -> Config:
@@ -180,7 +206,7 @@ def layer_period(kinds: Any) -> int:
         return 0
     period = next((i + 1 for i, kind in enumerate(kinds) if kind == FULL), len(kinds) + 1)
     fits = all((kind == FULL) == (i % period == period - 1) for i, kind in enumerate(kinds))
-    return period if fits and set(kinds) <= {SLIDING, FULL} else 0
+    return period if fits and len(set(kinds) - {FULL}) <= 1 else 0
 
 
 def _checked(config: Config) -> Config:
@@ -203,6 +229,7 @@ NORMALISERS: dict[str, Normaliser] = {
     "text_config": text_config,
     "layer_types_from_pattern": layer_types_from_pattern,
     "layer_types_from_interval": layer_types_from_interval,
+    "rope_extras": rope_extras,
     "sliding_window_if_used": sliding_window_if_used,
     "layer_types_from_max_window_layers": layer_types_from_max_window_layers,
     "num_experts": num_experts,

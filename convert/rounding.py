@@ -134,10 +134,11 @@ def perturb(
                 block = param[start : start + rows]
                 if name in through:
                     block.copy_(round_through(block, through[name]))
-                if shake and param.ndim > 1:
-                    block.mul_(1 + shake * down[start : start + rows, None] * across)
+                signed = shake * down[start : start + rows]
+                if shake and param.ndim > 1:  # a convolution's weight has an axis of size 1 in between
+                    block.mul_(1 + signed.reshape(-1, *(1,) * (param.ndim - 1)) * across)
                 elif shake:
-                    block.mul_(1 + shake * down[start : start + rows])
+                    block.mul_(1 + signed)
 
 
 def _signs(count: int, generator: torch.Generator, like: Any) -> Tensor:

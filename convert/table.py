@@ -36,23 +36,8 @@ COMMON_NAMES = frozenset(
     {"l", "layer_period", "kv_donor", "rope_theta", "rope_type", "tie_word_embeddings", "true", "false"}
 )
 
-_ROW_KEYS = frozenset(
-    {
-        "shape",
-        "when",
-        "rope",
-        "role",
-        "tied_to",
-        "copy",
-        "always",
-        "parallel",
-        "norm",
-        "linear",
-        "to",
-        "zeros",
-        *LAYOUTS,
-    }
-)
+_STORIES = {"when", "rope", "rotary", "role", "tied_to", "copy", "always", "zeros", "parallel", "norm", "linear", "to"}
+_ROW_KEYS = frozenset({"shape", *_STORIES, *LAYOUTS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +50,7 @@ class TensorRow:
         when: Conditions of the row and of the blocks around it; all must hold.
         names: Name pattern per layout, without the block's prefix.
         rope: Number of heads whose rotary pairs the rows are, or None.
+        rotary: How many leading rows of each head turn, where not all do.
         role: What ``inspect`` counts it under; derived from the path if not stated.
         tied_to: The row whose values this one shares in a tied model.
         copy: The row whose values, in the layer's ``kv_donor``, fill this one where a source has none.
@@ -89,6 +75,7 @@ class TensorRow:
     linear: bool = False
     to: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
     always: tuple[str, ...] = ()
+    rotary: Expr | None = None
     zeros: tuple[str, ...] = ()
 
     @property
@@ -182,19 +169,19 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A GGUF key whose value is computed: a scalar, or with ``each`` one value per layer.
+    """A GGUF key whose value is computed: a scalar, an array, or with ``each`` an array of one value per layer.
 
     Attributes:
         key: May contain ``{arch}``.
-        type: ``u32``, ``f32``, ``bool``, ``str`` … (the element's type with ``each``).
-        value: An expression over the dims.
+        type: ``u32``, ``f32``, ``bool``, ``str`` … (of an array, its elements' type).
+        value: An expression over the dims; for an array several.
         when: Whether the key is written.
         each: One value per layer, as an array.
     """
 
     key: str
     type: str
-    value: Expr
+    value: Expr | tuple[Expr, ...]
     when: Expr | None = None
     each: bool = False
 
@@ -366,6 +353,7 @@ def _walk(
             when=conditions,
             names={layout: value[layout] for layout in LAYOUTS if layout in layouts and value.get(layout)},
             rope=Expr(value["rope"], where) if value.get("rope") else None,
+            rotary=Expr(value["rotary"], where) if value.get("rotary") else None,
             role=value.get("role") or _role((*path, key)),
             tied_to=value.get("tied_to"),
             copy=value.get("copy"),
@@ -416,7 +404,8 @@ def _item(kind: type, value: Mapping[str, Any], source: str, section: str) -> An
 
 def _metadata(value: Mapping[str, Any], source: str) -> Metadata:
     where = f"{source}: [[metadata]] {value.get('key')!r}"
-    expressions = {k: Expr(v, where) for k, v in value.items() if k in ("value", "when")}
+    parsed = {k: _alternatives(v, where) for k, v in value.items() if k in ("value", "when")}
+    expressions = {k: v if isinstance(value[k], list) else v[0] for k, v in parsed.items()}
     found: Metadata = _item(Metadata, {**value, **expressions}, source, "metadata")
     return found
 

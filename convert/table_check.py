@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from convert.buffers import KINDS
 from convert.errors import TableError
+from convert.expr import Expr
 from convert.normalisers import NORMALISERS
 from convert.transforms import OPERATIONS
 
@@ -26,9 +27,14 @@ def check_table(table: MappingTable) -> None:
     known |= {k for values in (*table.defaults.values(), *table.template.values()) for k in values}
     expressions = [e for alternatives in table.dims.values() for e in alternatives]
     expressions += [
-        e for row in table.rows.values() for e in (*row.shape, *row.when, *((row.rope,) if row.rope else ()))
+        e for row in table.rows.values() for e in (*row.shape, *row.when, row.rope, row.rotary) if e is not None
     ]
-    expressions += [e for m in table.metadata for e in (m.value, m.when) if e is not None]
+    for item in table.metadata:
+        expressions += item.value if isinstance(item.value, tuple) else [item.value]
+        expressions += [item.when] if item.when is not None else []
+    for row in table.rows.values():
+        for operation in (o for operations in row.to.values() for o in operations):
+            expressions += [Expr(v, f"{source}: {row.id}: to") for k, v in operation.items() if k != "op"]
     for expr in [*expressions, *(r.when for r in table.refuse)]:
         unknown = sorted(expr.names - known)
         if unknown:

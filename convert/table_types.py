@@ -97,7 +97,7 @@ def _item(item: Mapping[str, Any], where: str) -> None:
         "reference": lambda v: isinstance(v, bool),
         "alternative": lambda v: isinstance(v, bool),
         "each": lambda v: isinstance(v, bool),
-        "value": lambda v: isinstance(v, _EXPRESSIONS),
+        "value": lambda v: isinstance(v, _EXPRESSIONS) or (_all(v, *_EXPRESSIONS) and len(v) > 0),
     }
     for key in ("layout", "name", "reason", "class", "check", "found", "key", "type"):
         checks[key] = lambda v: isinstance(v, str)
@@ -116,7 +116,7 @@ def _rows(tree: Mapping[str, Any], where: str) -> None:
         for name, inner in value.items():
             if name == "shape":
                 _want(_all(inner, *_EXPRESSIONS), f"{place}.shape", inner, "a list of expressions")
-            elif name in ("when", "rope", "parallel"):
+            elif name in ("when", "rope", "rotary", "parallel"):
                 _want(isinstance(inner, _EXPRESSIONS), f"{place}.{name}", inner, "an expression")
             elif name in ("norm", "linear"):
                 _want(isinstance(inner, bool), f"{place}.{name}", inner, "true or false")

@@ -221,6 +221,29 @@ class HeadsRegrouped(Source):
         return np.concatenate(blocks)
 
 
+class ColumnsRegrouped(Source):
+    """The same as :class:`HeadsRegrouped` on the columns of a matrix, row by row."""
+
+    def __init__(self, source: Source, *, outer: int, inner: int, head: int) -> None:
+        if outer * inner * head != source.shape[1]:
+            raise ValueError(f"{source.shape[1]} columns are not {outer} x {inner} x {head}")
+        self.source = source
+        self.groups = (outer, inner, head)
+        self.shape = source.shape
+        self.dtype = source.dtype
+        self.align = source.align
+
+    @property
+    def whole(self) -> bool:
+        """See :attr:`Source.whole`."""
+        return self.source.whole
+
+    def read(self, start: int, stop: int) -> Array:
+        """See :meth:`Source.read`."""
+        block = self.source.read(start, stop)
+        return block.reshape(stop - start, *self.groups).swapaxes(1, 2).reshape(block.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """A named, invertible operation of a table row: from the hub layout to another one, and back."""
@@ -238,11 +261,20 @@ def _log_of_negative(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _regroup(source: Source, *, groups: int, per_group: int, head: int, start: int = 0) -> Source:
+    if 1 in (groups, per_group):  # nothing moves, and rows stay runs of bytes
+        return source
     return HeadsRegrouped(source, first=start, outer=groups, inner=per_group, head=head)
 
 
-def _regroup_back(source: Source, *, groups: int, per_group: int, head: int, start: int = 0) -> Source:
-    return HeadsRegrouped(source, first=start, outer=per_group, inner=groups, head=head)
+def _regroup_columns(source: Source, *, groups: int, per_group: int, head: int) -> Source:
+    if 1 in (groups, per_group):
+        return source
+    return ColumnsRegrouped(source, outer=groups, inner=per_group, head=head)
+
+
+def _back(function: Callable[..., Source]) -> Callable[..., Source]:
+    """The inverse of a regrouping: the same with the counts exchanged."""
+    return lambda source, *, groups, per_group, **more: function(source, groups=per_group, per_group=groups, **more)
 
 
 #: What ``to.<layout> = [{ op = … }]`` may name.
@@ -256,13 +288,10 @@ OPERATIONS: dict[str, Operation] = {
         lambda s: Reshaped(s, (s.shape[0], *s.shape[2:])),
         lambda s: Reshaped(s, (s.shape[0], 1, *s.shape[1:])),
     ),
-    # Value heads grouped by key head in the hub, tiled there (rows).
-    "tile_heads": Operation(_regroup, _regroup_back),
+    # Value heads grouped by key head in the hub, dealt out in turn there (rows).
+    "tile_heads": Operation(_regroup, _back(_regroup)),
     # The same on columns.
-    "tile_columns": Operation(
-        lambda s, **k: transposed(_regroup(transposed(s), **k)),
-        lambda s, **k: transposed(_regroup_back(transposed(s), **k)),
-    ),
+    "tile_columns": Operation(_regroup_columns, _back(_regroup_columns)),
 }
 
 

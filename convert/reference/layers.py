@@ -90,10 +90,16 @@ class FeedForward(nn.Module):
 
 
 class LayerCache:
-    """Keys and values of the tokens one layer has seen, ``[B, kv heads, T, head_dim]`` each."""
+    """Keys and values of the tokens one layer has seen, ``[B, kv heads, T, head_dim]`` each.
+
+    Attributes:
+        length: Tokens seen so far.
+        kept: What a layer without keys and values keeps instead, by names of its own.
+    """
 
     def __init__(self) -> None:
         self.length = 0
+        self.kept: dict[str, Tensor] = {}
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
