@@ -18,7 +18,8 @@ from convert.errors import ConvertError
 from convert.layout import Dims, expand
 from convert.reference.layers import KVCache
 from convert.table import load_table
-from tests.families import golden, wrong
+from tests.families import faults as wrong_tables
+from tests.families import golden
 from tests.families.mixed import (
     KINDS,
     LENGTH,
@@ -316,7 +317,7 @@ def test_what_a_layout_cannot_hold_is_refused_before_writing(tmp_path, layout, c
 
 # ---- verify ----------------------------------------------------------------------------------------------------
 
-PAIRS = list(wrong.alike(FAMILY, "scratch", configs.to_hub(load_table(FAMILY), "hf", SIZES)))
+PAIRS = wrong_tables.pairs(FAMILY, configs.to_hub(load_table(FAMILY), "hf", SIZES), "scratch")
 
 
 @pytest.mark.parametrize("layout", ["scratch", "gguf"])
@@ -328,7 +329,7 @@ def test_verify_passes(tmp_path, made, layout):
 
 @pytest.mark.parametrize("layout", ["scratch", "gguf"])
 def test_rows_in_a_llamas_order_are_caught(tmp_path, made, layout):
-    out = converted(made.path, tmp_path, layout, wrong.flipped(FAMILY, layout, "rope"))
+    out = converted(made.path, tmp_path, layout, wrong_tables.flipped(FAMILY, layout, "rope"))
     result = convert.verify(made.path, out, device="cpu")
     assert result.verdict == "fail" and result.distance.max_abs > 100 * 1e-4, result.message
 
@@ -344,7 +345,7 @@ def test_the_pairs_that_could_be_taken_for_each_other():
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids="-".join)
 def test_tensors_of_one_shape_exchanged_are_caught(tmp_path, untied, one, other):
-    out = converted(untied.path, tmp_path, "scratch", wrong.swapped(FAMILY, "scratch", one, other))
+    out = converted(untied.path, tmp_path, "scratch", wrong_tables.exchanged(FAMILY, "scratch", one, other))
     result = convert.verify(untied.path, out, device="cpu")
     assert result.verdict == "fail" and result.distance.max_abs > 100 * 1e-4, result.message
 
