@@ -109,6 +109,7 @@ def detect(
     Raises:
         ConvertError: An architecture that no table describes, an adapter, or packed weights.
     """
+    refuse_special(names, config)
     tables = candidates(config, format=format, family=family, table=table)
     tables = [v for t in tables for v in (t, *class_tables(t))]
     layouts = [layout] if layout else _LAYOUTS.get(format, ["hf", "meta", "scratch"])
