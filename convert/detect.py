@@ -12,7 +12,7 @@ from convert.adapters import refuse_adapters
 from convert.errors import ConvertError, Problem
 from convert.names import class_tables
 from convert.report import fold_names
-from convert.table import LAYOUTS, MappingTable, families, heads, load_table
+from convert.table import MappingTable, families, heads, load_table
 
 #: Tensor name endings of weights that are packed integers, and what wrote them.
 PACKED = {

@@ -106,7 +106,10 @@ def family(table: MappingTable) -> dict[str, Any]:
         "classes": list(table.classes),
         "conventions": {x: {k: table.convention_of(x, k) for k in _stated(table)} for x in table.layouts},
         "optional": fold_names(r.id for r in table.rows.values() if r.when),
-        "refused": [f"{r.layout}{f' ({r.book_class})' if r.book_class else ''}: {r.reason}" for r in table.refuse],
+        "refused": [
+            f"{r.layout}{f' ({r.book_class})' if r.book_class else ''}: {r.reason}" for r in table.refuse if not r.note
+        ],
+        "remarks": [f"{r.layout}: {r.reason}" for r in table.refuse if r.note],
     }
 
 
@@ -129,4 +132,5 @@ def family_lines(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("Q, K rows", "; ".join(f"{k}: {v}" for k, v in orders.items()) or "–"),
         ("optional", ", ".join(said["optional"]) or "–"),
         *(("refused", text) for text in said["refused"]),
+        *(("remark", text) for text in said["remarks"]),
     ]

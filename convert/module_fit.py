@@ -285,18 +285,29 @@ def _check_rope(out: Fit, hub: Mapping[str, Any] | None) -> None:
             f"the module was built with RoPE {dict(hub['rope_parameters'])}, the checkpoint is for {dict(stated)}"
         )
         return
-    frequencies = rope.inverse_frequencies(rope.primary(stated), int(out.checkpoint.dims["hd"]))
     for name, home in out.homes.items():
         tensor = home.tensor
         if home.parameter or tensor.is_meta or name.rsplit(".", 1)[-1] != "cos" or tensor.ndim != 2 or len(tensor) < 2:
             continue
         row = min(len(tensor) - 1, 1024)  # far enough to tell, near enough for float32 angles
         found = tensor[row].detach().float().cpu()
-        cosines = torch.tensor([math.cos(row * f) for f in frequencies])
-        same = [torch.cat([cosines, cosines]), cosines, cosines.repeat_interleave(2)]
+        same = _cosines(out, stated, row)
         if not any(s.shape == found.shape and torch.allclose(s, found, rtol=0, atol=2e-2) for s in same):
             out.warnings.append(
                 f"{name!r} of the module does not agree with the checkpoint's RoPE {dict(stated)}: it was built with "
                 "another base or scaling, and will not compute what the checkpoint was made for"
             )
         return
+
+
+def _cosines(out: Fit, stated: Mapping[str, Any], position: int) -> list[torch.Tensor]:
+    """A row of a cosine table, for each kind of layer, in each order that classes keep it in."""
+    told = out.checkpoint.table.rope
+    kinds = [(settings, told[kind].head_dim) for kind, settings in stated.items()] if told else [(stated, "hd")]
+    rows = []
+    for settings, dim in kinds:
+        amplitude = settings.get("attention_factor", 1.0)  # YaRN's
+        frequencies = rope.inverse_frequencies(dict(settings), int(out.checkpoint.dims[dim]))
+        cosines = torch.tensor([amplitude * math.cos(position * f) for f in frequencies])
+        rows += [torch.cat([cosines, cosines]), cosines, cosines.repeat_interleave(2)]
+    return rows

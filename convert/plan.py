@@ -207,6 +207,8 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     if stated is not None and bool(stated) != tied and source.layout == "hf":
         notes.append(f"the config says tie_word_embeddings = {bool(stated)}, the tensors say {tied}; the tensors win")
     dims = Dims(table, config)
+    rules = (r for r in table.refuse if r.note and r.layout == request.target)
+    notes += [rule.reason for rule in rules if dims.value(rule.when)]
     plan = ConversionPlan(source, request, table, config, [], [], {}, notes, tied, keys)
     slots = expand(table, dims, request.target)
     if problems := uncovered(source, table, request.target, slots.values()):
@@ -254,7 +256,7 @@ def refusals(table: MappingTable, dims: Dims, request: Request) -> list[Problem]
             hint=f"Classes: {', '.join(table.classes)}.",
         )
     for rule in table.refuse:
-        if rule.layout != request.target or (rule.book_class and rule.book_class != name):
+        if rule.layout != request.target or (rule.book_class and rule.book_class != name) or rule.note:
             continue
         if rule.reference and request.allow_reference:
             continue

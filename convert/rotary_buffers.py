@@ -36,17 +36,19 @@ def check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> Non
         np.array(rope.inverse_frequencies(settings, int(out.checkpoint.dims["hd"]))),
         np.array(rope.inverse_frequencies({**settings, "rope_type": "default"}, width)),
     )
-    if not any(_agrees(found, frequencies, kind) for frequencies in wanted):
+    amplitude = settings.get("attention_factor", 1.0)  # YaRN's
+    if not any(_agrees(found, frequencies, kind, amplitude) for frequencies in wanted):
         theta = out.checkpoint.config["rope_theta"]
         out.notes.append(
             f"{name} does not agree with rope_theta = {theta:g}; it is dropped, but the config may be wrong"
         )
 
 
-def _agrees(found: np.ndarray, frequencies: np.ndarray, kind: str) -> bool:
+def _agrees(found: np.ndarray, frequencies: np.ndarray, kind: str, amplitude: float) -> bool:
     """Whether a table of frequencies, or of the cosines of positions times frequencies, is made of these."""
     if kind != "cos":
         found = found.reshape(-1)
         return found.shape == frequencies.shape and np.allclose(frequencies, found, rtol=1e-2, atol=1e-6)
-    wanted = np.cos(np.outer(np.arange(len(found)), np.concatenate([frequencies, frequencies])))
-    return found.shape == wanted.shape and bool(np.abs(found - wanted).max() <= 2e-2)
+    orders = (np.concatenate([frequencies, frequencies]), np.repeat(frequencies, 2))
+    tables = (amplitude * np.cos(np.outer(np.arange(len(found)), order)) for order in orders)
+    return any(found.shape == table.shape and bool(np.abs(found - table).max() <= 2e-2) for table in tables)

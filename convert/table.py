@@ -18,6 +18,14 @@ from convert.expr import Expr
 from convert.layered_rope import RopeKind, read_section
 from convert.resources import mappings_dir
 from convert.table_files import load_head, resolve
+from convert.table_parts import Alias as Alias
+from convert.table_parts import BufferRow as BufferRow
+from convert.table_parts import ConfigRow as ConfigRow
+from convert.table_parts import Fused as Fused
+from convert.table_parts import Ignore as Ignore
+from convert.table_parts import Metadata as Metadata
+from convert.table_parts import Refuse as Refuse
+from convert.table_parts import TensorRow as TensorRow
 from convert.table_types import check_types
 
 LAYOUTS = ("hf", "meta", "scratch", "gguf", "openai")
@@ -38,163 +46,6 @@ COMMON_NAMES = frozenset(
 
 _STORIES = {"when", "rope", "rotary", "role", "tied_to", "copy", "always", "zeros", "parallel", "norm", "linear", "to"}
 _ROW_KEYS = frozenset({"shape", *_STORIES, *LAYOUTS})
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRow:
-    """One tensor's whole story.
-
-    Attributes:
-        id: Dotted path in the table (``block.attn.k``).
-        shape: One expression per dimension, torch order.
-        when: Conditions of the row and of the blocks around it; all must hold.
-        names: Name pattern per layout, without the block's prefix.
-        rope: Number of heads whose rotary pairs the rows are, or None.
-        rotary: How many leading rows of each head turn, where not all do.
-        role: What ``inspect`` counts it under; derived from the path if not stated.
-        tied_to: The row whose values this one shares in a tied model.
-        copy: The row whose values, in the layer's ``kv_donor``, fill this one where a source has none.
-        always: Layouts that store it in a tied model too, because their loader asks for it.
-        parallel: The axis that Meta's model-parallel files split, or None for a tensor that each holds whole.
-        norm: Whether it is a norm's weight, to which the ``norm`` convention applies.
-        linear: Whether it is a linear layer's weight, to which the ``linear`` convention applies.
-        to: Operations (:data:`convert.transforms.OPERATIONS`) from the hub layout to another one.
-        zeros: Layouts that always have this tensor, whatever ``when`` says; they hold zeros for a model without it.
-    """
-
-    id: str
-    shape: tuple[Expr, ...]
-    when: tuple[Expr, ...]
-    names: Mapping[str, str]
-    rope: Expr | None = None
-    role: str = ""
-    tied_to: str | None = None
-    copy: str | None = None
-    parallel: Expr | None = None
-    norm: bool = False
-    linear: bool = False
-    to: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
-    always: tuple[str, ...] = ()
-    rotary: Expr | None = None
-    zeros: tuple[str, ...] = ()
-
-    @property
-    def experts(self) -> bool:
-        """Whether the first dimension counts experts, because some layout stores each under its own name."""
-        return any("{e}" in name for name in self.names.values())
-
-    @property
-    def in_block(self) -> bool:
-        """Whether there is one per layer."""
-        return self.id.startswith("block.")
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigRow:
-    """One quantity of the config: the key each layout's config file has for it.
-
-    Attributes:
-        key: The name in ``config.json``, which is the hub's.
-        names: Key per other layout; GGUF's may contain ``{arch}``. Under ``hf`` stands what this family's
-            ``config.json`` calls it, where that is not the hub's name.
-        gguf_type: The value type that the GGUF loader demands (``u32``, ``f32`` …).
-        also: Further keys per layout that are written with the same value, and understood in the key's place.
-        kind: What its values are: ``number``, ``flag``, ``text``, ``texts``, or ``ids`` (one or several).
-    """
-
-    key: str
-    names: Mapping[str, str]
-    gguf_type: str | None = None
-    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    kind: str = "number"
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """Several rows stored as one tensor in a layout, joined along ``axis`` in the order of ``parts``.
-
-    The axis is that of the stored tensors. An ``alternative`` is understood in a source and never written.
-    """
-
-    layout: str
-    name: str
-    parts: tuple[str, ...]
-    axis: int = 0
-    alternative: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ignore:
-    """Source tensors that are dropped, with the reason. ``name`` may hold ``*`` for one path part."""
-
-    layout: str
-    name: str
-    reason: str
-    check: str | None = None
-
-    def matches(self, name: str) -> bool:
-        """Whether ``name`` is meant; a leading ``*.`` and a last ``**`` stand for any number of parts, also none."""
-        pattern, parts = self.name.split("."), name.split(".")
-        if pattern[-1] == "**":
-            pattern = pattern[:-1]
-            parts = parts[: len(pattern)]
-        if pattern[0] == "*":
-            pattern, parts = pattern[1:], parts[-len(pattern) + 1 :]
-        return len(pattern) == len(parts) and all(p in ("*", q) for p, q in zip(pattern, parts, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class BufferRow:
-    """What some of the book's classes keep in their state dict beside weights; it follows from the config.
-
-    Attributes:
-        kind: How it is computed (:data:`convert.buffers.KINDS`).
-        name: Its name in every block.
-        shape: Like a row's.
-    """
-
-    kind: str
-    name: str
-    shape: tuple[Expr, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """Another beginning that a layout's names have in some files: ``found`` is replaced by ``name`` on reading."""
-
-    layout: str
-    found: str
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """A GGUF key whose value is computed: a scalar, an array, or with ``each`` an array of one value per layer.
-
-    Attributes:
-        key: May contain ``{arch}``.
-        type: ``u32``, ``f32``, ``bool``, ``str`` … (of an array, its elements' type).
-        value: An expression over the dims; for an array several.
-        when: Whether the key is written.
-        each: One value per layer, as an array.
-    """
-
-    key: str
-    type: str
-    value: Expr | tuple[Expr, ...]
-    when: Expr | None = None
-    each: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Something a layout cannot hold, with the sentence that says why."""
-
-    layout: str
-    when: Expr
-    reason: str
-    book_class: str | None = None
-    reference: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +270,7 @@ def _buffer(kind: str, value: Mapping[str, Any], source: str) -> BufferRow:
 
 def _refuse(value: Mapping[str, Any], source: str) -> Refuse:
     where = f"{source}: [[refuse]] for {value.get('layout')!r}"
-    unknown = sorted(set(value) - {"layout", "when", "reason", "class", "reference"})
+    unknown = sorted(set(value) - {"layout", "when", "reason", "class", "reference", "note"})
     if unknown or not {"layout", "when", "reason"} <= set(value):
         raise TableError(f"{where}: needs layout, when and reason; unknown {unknown}.")
     return Refuse(
@@ -428,4 +279,5 @@ def _refuse(value: Mapping[str, Any], source: str) -> Refuse:
         value["reason"],
         value.get("class"),
         bool(value.get("reference", False)),
+        bool(value.get("note", False)),
     )

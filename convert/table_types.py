@@ -95,6 +95,7 @@ def _item(item: Mapping[str, Any], where: str) -> None:
         "axis": lambda v: type(v) is int,
         "when": lambda v: isinstance(v, _EXPRESSIONS),
         "reference": lambda v: isinstance(v, bool),
+        "note": lambda v: isinstance(v, bool),
         "alternative": lambda v: isinstance(v, bool),
         "each": lambda v: isinstance(v, bool),
         "value": lambda v: isinstance(v, _EXPRESSIONS) or (_all(v, *_EXPRESSIONS) and len(v) > 0),

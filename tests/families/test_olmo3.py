@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,29 @@ def test_our_reference_class_holds_what_the_books_does_not(tmp_path):
     assert off(run_reference(scratch, VOCAB), source.logits) < 1e-4
     converted(scratch, tmp_path, "hf")
     assert json.loads((tmp_path / "out_hf" / "config.json").read_text())["rms_norm_eps"] == 0.01
+
+
+def test_who_converts_to_the_books_class_is_told_what_it_computes(tmp_path, made):
+    plain = make(tmp_path / "plain", rope_parameters={"full_attention": PLAIN, "sliding_attention": PLAIN})
+    for source, told in ((made, True), (plain, False)):
+        summary = convert.convert_checkpoint(source.path, tmp_path / f"out{told}", to="scratch", tokenizer=False)
+        assert any("stretches the sliding layers too" in note for note in summary.notes) == told
+
+
+@pytest.mark.parametrize("theta", [500000.0, 10000.0])
+def test_a_module_of_the_books_names_is_filled_and_its_tables_are_looked_at(made, theta):
+    """Tables as the book's class keeps them: one for all layers, stretched, multiplied by the attention factor."""
+    from convert.reference.olmo3 import build
+
+    model = build(hub_of(SIZES))
+    table = RotaryEmbedding(8, theta, scaling=YARN)(0, 256).cos
+    model.register_buffer("cos", torch.cat([table, table], 1), persistent=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert.load_into(model, made.path)
+    assert [("another base or scaling" in str(w.message)) for w in caught] == [True] * (theta == 10000.0)
+    with torch.no_grad():
+        assert off(model(prompt(VOCAB)), made.logits) < 1e-4
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------
