@@ -111,6 +111,18 @@ def test_linear_scaling(tmp_path):
     assert np.abs(logprobs(out, ids(made), threads=1) - expected(made))[-1].max() > 0.01
 
 
+def test_yarn(tmp_path):
+    """Stretched four times from 32 positions; llama.cpp computes the attention factor itself."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    made = make_hf(tmp_path / "source", "hd16", scaling=yarn, tokenizer=True)
+    out = export(made, tmp_path / "a.gguf")
+    check(out, made, rope_parameters=yarn | {"rope_theta": made.shape.theta})
+    assert np.abs(logprobs(out, ids(made), threads=1) - expected(made))[-1].max() > 0.01
+    convert.convert_checkpoint(out, tmp_path / "back", to="hf")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())["rope_parameters"]
+    assert {k: back[k] for k in yarn} == yarn and back["attention_factor"] == pytest.approx(1.13862943611)
+
+
 def test_a_window_that_llama_cpp_does_not_heed_is_noted(tmp_path):
     made = make_hf(tmp_path / "source", "gqa8", tokenizer=True)
     config = json.loads((made.path / "config.json").read_text())

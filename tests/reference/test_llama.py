@@ -35,6 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
     "all biases": {"shape": "gqa8", "attention_bias": True, "mlp_bias": True},
     "llama3 x8": {"shape": "gqa8", "scaling": LLAMA3_SHORT},
     "llama3 x32": {"shape": "hd16", "scaling": LLAMA3_32},
+    "yarn": {
+        "shape": "gqa8",
+        "scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
     "linear": {"shape": "gqa8", "scaling": {"rope_type": "linear", "factor": 4.0}},
 }
 
