@@ -238,9 +238,9 @@ def to_hf(table: MappingTable, hub: Mapping[str, Any], dtype: str, carried: Mapp
     """
     out: Config = {"architectures": list(table.architectures[:1]), "model_type": table.model_types[0]}
     out |= table.template.get("hf", {})
-    out |= {k: v for k, v in (carried or {}).items() if v is not None and k != "quantization_config"}
-    skip = {"rope_type", "rope_parameters", "rope_theta", "torch_dtype", "dtype"}
-    skip |= {key for key in table.presence if key.startswith("_")}  # known here only
+    ours = {key for key in table.presence if key.startswith("_")}  # known here only
+    out |= {k: v for k, v in (carried or {}).items() if v is not None and k not in {"quantization_config"} | ours}
+    skip = {"rope_type", "rope_parameters", "rope_theta", "torch_dtype", "dtype"} | ours
     out |= {k: v for k, v in hub.items() if k not in skip}
     for key, row_id in table.presence.items():
         if key in skip:

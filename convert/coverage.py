@@ -32,7 +32,7 @@ def uncovered(source: Checkpoint, table: MappingTable, layout: str, slots: Itera
     slots = list(slots)
     wanted = {key for slot in slots for key in slot.keys}
     problems = []
-    dropped = [key for key in have if key not in wanted and not _tied(source, table, key)]
+    dropped = [k for k in have if k not in wanted and not _tied(source, table, k) and not table.rows[k[0]].copy]
     if dropped:
         names = _names(source, dropped)
         problems.append(
@@ -63,7 +63,8 @@ def uncovered(source: Checkpoint, table: MappingTable, layout: str, slots: Itera
 
 def _made(source: Checkpoint, table: MappingTable, layout: str, key: Key) -> bool:
     """Whether the target gets this tensor from another one, or zeros that say the same as its absence."""
-    return layout in table.rows[key[0]].zeros or _tied(source, table, key)
+    row = table.rows[key[0]]
+    return row.copy is not None or layout in row.zeros or _tied(source, table, key)
 
 
 def _tied(source: Checkpoint, table: MappingTable, key: Key) -> bool:

@@ -9,9 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from convert import config as configs
 from convert.table import load_table
 from tests.families import golden
+
+_GELU = torch.nn.functional.gelu
 
 
 def keys(family: str) -> dict[str, Any]:
@@ -25,6 +29,12 @@ def small(family: str) -> dict[str, Any]:
     """The hub config of the first case."""
     name, case = next(iter(keys(family).items()))
     return configs.to_hub(load_table(family), name.split("/")[0], case["config"])
+
+
+def gelu_table(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """GELU as llama.cpp's CPU code looks it up: from a float16 and as a float16, beyond ±10 as its limits."""
+    rounded = _GELU(x.half().float(), approximate=approximate).half().float()
+    return torch.where(x <= -10, 0.0, torch.where(x >= 10, x, rounded))
 
 
 if __name__ == "__main__":
