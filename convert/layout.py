@@ -188,7 +188,7 @@ def expand(table: MappingTable, dims: Dims, layout: str, present: Container[str]
 
     top = [r for r in table.rows.values() if not r.in_block]
     block = [r for r in table.rows.values() if r.in_block]
-    last = [r for r in top if r.id in ("top.output_norm", "top.output")]
+    last = [r for r in top if r.id.startswith("top.output")]
     emit([r for r in top if r not in last], None, "")
     for layer in range(dims.n_layers):
         emit(block, layer, table.prefix.get(layout, ""))

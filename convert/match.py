@@ -316,7 +316,9 @@ def _shape_problem(out: Match, slot: Slot, specs: list[TensorSpec], found: tuple
     hint = "The config belongs to another model, or the tensor does."
     if len(slot.keys) == 1 and len(found) == len(slot.shape):
         row = out.checkpoint.table.rows[slot.keys[0][0]]
-        for expr, have, want in zip(row.shape, found, slot.shape, strict=True):
+        for expr, have, want in zip(
+            row.shape[::-1] if slot.transposed[0] else row.shape, found, slot.shape, strict=True
+        ):
             solved = shapes.solve(out.checkpoint.table, dims, expr, have, known=True) if have != want else None
             if solved:
                 stated = out.checkpoint.config.get(solved[0])

@@ -15,7 +15,7 @@ from convert.tokenizer import bytelevel, hf_json, pretokenizers, ranks, sentence
 from convert.tokenizer.tokenizer import BYTE_LEVEL, WITHOUT, Tokenizer
 
 #: In order of preference. ``tokenizer.json`` first: transformers takes it, and it has the tokens added later.
-NAMES = ("tokenizer.json", "tokenizer.model", "*.model", "*.tiktoken", "vocab.json")
+NAMES = ("tokenizer.json", "tokenizer.model", "*.model", "*.tiktoken", "vocab.json", "encoder.json")
 _CARRIED = (
     "tokenizer.json",
     "tokenizer.model",
@@ -27,6 +27,7 @@ _CARRIED = (
     sidecars.TEMPLATE,
     sidecars.TEMPLATE_JSON,
 )
+_END = "<|endoftext|>"
 #: Tokenizer classes whose rules are not in ``vocab.json`` and ``merges.txt``, with the rules.
 _CLASSES = {None: "gpt-2", "GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
@@ -142,9 +143,10 @@ def _json(path: Path, tree: Mapping[str, Any], pre: str | None) -> tuple[Tokeniz
     if isinstance(tree.get("vocab"), list) and isinstance(tree.get("config"), Mapping):
         return None, "is Mistral's own format (tekken), which is not read; its repository also has a tokenizer.json"
     if tree and all(isinstance(index, int) for index in tree.values()):
-        merges = path.parent / "merges.txt"
+        # OpenAI's names for the same two files are encoder.json and vocab.bpe.
+        merges = path.parent / ("vocab.bpe" if path.name == "encoder.json" else "merges.txt")
         if not merges.is_file():
-            return None, "is a vocabulary without its merges.txt"
+            return None, f"is a vocabulary without its {merges.name}"
         return _vocabulary_and_merges(path, tree, merges, pre), ""
     return None, "is JSON, but no tokenizer"
 
@@ -188,4 +190,6 @@ def _vocabulary_and_merges(path: Path, vocab: Mapping[str, int], merges: Path, p
     }
     tokenizer = hf_json.parse(tree, origin=f"{path.name} and {merges.name}")
     tokenizer.pre = rules
+    if merges.name == "vocab.bpe" and _END in vocab:  # its only special token begins and ends texts
+        tokenizer.special |= {"bos": vocab[_END], "eos": vocab[_END]}
     return tokenizer
