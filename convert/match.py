@@ -6,17 +6,18 @@ Yields logical tensors *as stored* (:attr:`Match.logical`); what they must becom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from convert import shapes, tying
+from convert.dtypes import DTYPES
 from convert.errors import Problem
 from convert.formats.spec import TensorSpec
 from convert.layout import Dims, Key, Slot, expand, row_shape
 from convert.replicas import collapse
 from convert.rotary_buffers import check_frequencies
-from convert.source import Joined, Rows, Source, open_source
+from convert.source import Cast, Joined, Rows, Source, open_source
 from convert.table import MappingTable, TensorRow, load_table
 from convert.transforms import Expert, Slice, Stacked, transposed
 
@@ -113,13 +114,21 @@ def as_reference(checkpoint: Checkpoint, row: TensorRow, layer: int | None, sour
 
 def values(source: Source, dtype: str = "F32") -> Source:
     """The source itself, or its values in a plain type where it is block-quantised."""
-    from convert.dtypes import DTYPES
-
     if not DTYPES[source.dtype].is_quantized:
         return source
     from convert.quants import Dequantized
 
     return Dequantized(source, dtype)
+
+
+def alike(parts: Sequence[Source]) -> list[Source]:
+    """Sources in one type that holds the values of all: what is stored as one tensor must agree."""
+    if len({p.dtype for p in parts}) == 1:
+        return list(parts)
+    plain = [values(p) for p in parts]
+    widest = max((p.dtype for p in plain), key=lambda k: (DTYPES[k].block_bytes, k == "F32"))
+    widest = "F32" if widest in ("F16", "BF16") else widest  # neither of these two holds the other
+    return [p if p.dtype == widest else Cast(p, widest) for p in plain]
 
 
 def model_width(table: MappingTable, layout: str, tensors: Mapping[str, list[TensorSpec]]) -> int | None:
@@ -355,12 +364,14 @@ def _stack_experts(out: Match) -> None:
     for key, found in out.experts.items():
         count = row_shape(out.checkpoint.table, Dims(out.checkpoint.table, out.checkpoint.config), key)[0]
         if len(found) == count:
-            out.logical[key] = Stacked([found[e] for e in range(count)])
+            out.logical[key] = Stacked(alike([found[e] for e in range(count)]))
 
 
 def _leftovers(out: Match, used: set[str]) -> None:
     checkpoint = out.checkpoint
     rules = [r for r in checkpoint.table.ignore if r.layout == checkpoint.layout]
+    if any("{L}" in r.name for r in rules):
+        rules = [replace(r, name=r.name.replace("{L}", str(checkpoint.dims.n_layers))) for r in rules]
     for name, specs in checkpoint.tensors.items():
         if name in used:
             continue

@@ -74,6 +74,19 @@ def layer_types_from_interval(config: Config) -> Config:
     return {**config, "layer_types": kinds}
 
 
+def no_prediction_layers(config: Config) -> Config:
+    """A config without the layers that predict further tokens, which no model here runs; GGUF counts them as blocks."""
+    config = dict(config)
+    extra, layers = config.pop("nextn_predict_layers", None), config.get("num_hidden_layers")
+    if type(extra) is int and type(layers) is int and 0 < extra < layers:
+        config["num_hidden_layers"] = layers - extra
+        if isinstance(config.get("recurrent_layers"), list):
+            config["recurrent_layers"] = config["recurrent_layers"][: layers - extra]
+    if config.get("mtp_num_hidden_layers"):
+        config["mtp_num_hidden_layers"] = 0
+    return config
+
+
 def rope_extras(config: Config) -> Config:
     """What stands among the RoPE settings and is none (:data:`ROPE_EXTRAS`), as keys of the config itself.
 
@@ -229,6 +242,7 @@ NORMALISERS: dict[str, Normaliser] = {
     "text_config": text_config,
     "layer_types_from_pattern": layer_types_from_pattern,
     "layer_types_from_interval": layer_types_from_interval,
+    "no_prediction_layers": no_prediction_layers,
     "rope_extras": rope_extras,
     "sliding_window_if_used": sliding_window_if_used,
     "layer_types_from_max_window_layers": layer_types_from_max_window_layers,

@@ -97,7 +97,10 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """Source tensors that are dropped, with the reason. ``name`` may hold ``*`` for one path part."""
+    """Source tensors that are dropped, with the reason.
+
+    ``name`` may hold ``*`` for one path part, and ``{L}`` for the number of layers.
+    """
 
     layout: str
     name: str

@@ -257,7 +257,8 @@ def _negative_exponential(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _log_of_negative(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.log(-values)
+    with np.errstate(invalid="ignore", divide="ignore"):  # a damaged file's values become NaN, which a scan finds
+        return np.log(-values)
 
 
 def _regroup(source: Source, *, groups: int, per_group: int, head: int, start: int = 0) -> Source:

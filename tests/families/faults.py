@@ -10,13 +10,13 @@ from convert.layout import Dims, row_shape
 from convert.table import CONVENTIONS, MappingTable, build, load_table
 
 
-def pairs(family: str, config: dict[str, Any], layout: str) -> list[tuple[str, str]]:
-    """Rows of one section that a layout stores in equal shapes, in layer 0 or outside the layers."""
+def pairs(family: str, config: dict[str, Any], layout: str, *, at: int = 0) -> list[tuple[str, str]]:
+    """Rows of one section that a layout stores in equal shapes, in layer ``at`` or outside the layers."""
     table = load_table(family)
     dims = Dims(table, config)
     shapes = {}
     for row in table.rows.values():
-        layer = 0 if row.in_block else None
+        layer = at if row.in_block else None
         if layout in row.names and all(dims.value(w, layer) for w in row.when):
             experts = "{e}" in row.names[layout]
             shapes[row.id] = (row.in_block, experts, row_shape(table, dims, (row.id, layer)))
