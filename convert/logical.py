@@ -14,14 +14,21 @@ from convert.layout import Dims, Key
 from convert.match import values
 from convert.source import Cast, RopePermuted, Source
 from convert.table import MappingTable, TensorRow
-from convert.transforms import OPERATIONS, Zeros, shift
+from convert.transforms import OPERATIONS, Expert, Stacked, Zeros, shift
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
 
 
 def logical_source(
-    opened: Checkpoint, key: Key, shape: tuple[int, ...], *, table: MappingTable, layout: str, dtype: str | None
+    opened: Checkpoint,
+    key: Key,
+    shape: tuple[int, ...],
+    *,
+    table: MappingTable,
+    layout: str,
+    dtype: str | None,
+    expert: int | None = None,
 ) -> Source:
     """A logical tensor of ``opened`` as ``layout`` (conventions of ``table``) stores it, in canonical orientation.
 
@@ -32,6 +39,7 @@ def logical_source(
         table: The target's table.
         layout: The target's layout.
         dtype: Canonical type, or None to keep the source's.
+        expert: Only this one of the experts that the tensor holds.
     """
     matched = opened.match
     source = matched.logical.get(key)
@@ -48,6 +56,8 @@ def logical_source(
     if DTYPES[source.dtype].is_quantized and (layout != "gguf" or steps):
         wanted = dtype or "F16"
         source = values(source, "F32" if steps or wanted == "F64" else wanted)
+    if expert is not None:
+        source = source.parts[expert] if isinstance(source, Stacked) else Expert(source, expert)
     if row.rope is not None and opened.pairing != table.convention_of(layout, "rope"):
         heads = int(opened.dims.value(row.rope, key[1]))
         to = table.convention_of(layout, "rope")

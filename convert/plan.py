@@ -23,11 +23,11 @@ from convert.formats.spec import Entry, FileLayout
 from convert.gguf_request import GgufRequest
 from convert.layout import Dims, Slot, expand
 from convert.logical import logical_source
-from convert.match import values
+from convert.match import alike
 from convert.report import fold_problems
-from convert.source import Cast, Joined, Source
+from convert.source import Joined, Source
 from convert.table import READ_ONLY, MappingTable, load_table
-from convert.transforms import Expert, transposed
+from convert.transforms import transposed
 
 #: Numpy work is cut into pieces of about this many bytes of output; with less, two threads fight over the GIL.
 PIECE_BYTES = 2 << 20
@@ -292,23 +292,11 @@ def slot_source(source: Checkpoint, slot: Slot, *, table: MappingTable, layout: 
     for a GGUF target, which can keep the blocks.
     """
     parts = [
-        _stored(logical_source(source, key, shape, table=table, layout=layout, dtype=dtype), slot, flip)
-        for key, shape, flip in zip(slot.keys, slot.shapes, slot.transposed, strict=True)
+        logical_source(source, key, shape, table=table, layout=layout, dtype=dtype, expert=slot.expert)
+        for key, shape in zip(slot.keys, slot.shapes, strict=True)
     ]
-    kinds = {p.dtype for p in parts}
-    if len(kinds) > 1:  # parts of a fused tensor must agree; the widest can hold all
-        parts = [values(p) for p in parts]
-        kinds = {p.dtype for p in parts}
-        widest = max(kinds, key=lambda k: (DTYPES[k].block_bytes, k == "F32"))
-        widest = "F32" if widest in ("F16", "BF16") else widest  # neither of these two holds the other
-        parts = [p if p.dtype == widest else Cast(p, widest) for p in parts]
-    return parts[0] if len(parts) == 1 else Joined(parts, slot.axis)
-
-
-def _stored(source: Source, slot: Slot, flip: bool) -> Source:
-    """One expert of several, and a matrix in the orientation of the layout."""
-    source = source if slot.expert is None else Expert(source, slot.expert)
-    return transposed(source) if flip else source
+    parts = [transposed(part) if flip else part for part, flip in zip(parts, slot.transposed, strict=True)]
+    return parts[0] if len(parts) == 1 else Joined(alike(parts), slot.axis)
 
 
 def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None:
