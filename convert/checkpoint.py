@@ -214,7 +214,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
         table=table,
     )
     config, raw = hub_config(table, layout, raw, config_layout, chosen, record, tensors, containers, notes)
-    pairing = {"meta": "interleaved", "hf": "half"}.get(chosen.qk_layout or "", table.convention_of(layout, "rope"))
+    pairing = "interleaved" if chosen.qk_layout == "meta" else table.convention_of(chosen.qk_layout or layout, "rope")
     if chosen.qk_layout:
         notes.append(f"Q and K are taken to be in {pairing} order, as --qk-layout {chosen.qk_layout} says")
     return Checkpoint(

@@ -22,6 +22,8 @@ from convert.table import MappingTable
 
 Config = dict[str, Any]
 
+#: Keys of ``config.json`` whose null says something: not there, instead of a family's default.
+NULLABLE = ("sliding_window",)
 #: A config file of more bytes than this is no config (the largest published are some 30 KB).
 MAX_BYTES = 32 << 20
 
@@ -91,6 +93,7 @@ def to_hub(
         source does not state are absent, except the table's defaults for this layout.
     """
     raw = raw["model"] if layout == "meta" and isinstance(raw.get("model"), Mapping) else raw
+    nulls = [key for key in NULLABLE if key in raw and raw[key] is None] if layout == "hf" else []
     if layout == "hf":
         raw = _normalised(table, layout, _hub_words(table, {k: v for k, v in raw.items() if v is not None}))
         hub = dict(raw)
@@ -108,8 +111,8 @@ def to_hub(
             hub[key] = True
     first = rope.primary(settings) if settings else {}
     for key, value in defaults.items():
-        if key in PERIODS and table.normalise:
-            continue  # read by the normalisers
+        if key in nulls or (key in PERIODS and table.normalise):
+            continue  # none of it; or read by the normalisers
         hub.setdefault(key, _default(value, {**hub, **first}, f"{table.source}: defaults.{layout}.{key}"))
     if layout == "meta" and int(hub.get("vocab_size", -1)) <= 0:
         hub.pop("vocab_size", None)
@@ -260,6 +263,9 @@ def to_hf(table: MappingTable, hub: Mapping[str, Any], dtype: str, carried: Mapp
     out["dtype"] = out["torch_dtype"] = name
     if "head_dim" in table.config:
         out.setdefault("head_dim", int(hub["hidden_size"]) // int(hub["num_attention_heads"]))
+    for key in NULLABLE:
+        if key in (carried or {}):
+            out.setdefault(key, None)  # left out, it would mean transformers' default
     return out
 
 

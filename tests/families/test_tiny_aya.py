@@ -315,6 +315,28 @@ def test_what_a_layout_cannot_hold_is_refused_before_writing(tmp_path, layout, c
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+def test_no_window_at_all_stays_none(tmp_path, made):
+    """An explicit null is not the default of 4,096 (nor is it dropped on the way, which would mean the default)."""
+    config = json.loads((made.path / "config.json").read_text())
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
+    (tmp_path / "hf" / "model.safetensors").write_bytes((made.path / "model.safetensors").read_bytes())
+    for target in ("gguf", "scratch"):
+        with pytest.raises(ConvertError, match="needs a sliding window"):
+            converted(tmp_path / "hf", tmp_path, target)
+    out = converted(tmp_path / "hf", tmp_path, "hf")
+    assert transformers.AutoConfig.from_pretrained(out).sliding_window is None
+    assert reference(out).windows()["sliding_attention"] is None
+
+
+@pytest.mark.parametrize(("said", "order"), [(None, "interleaved"), ("hf", "interleaved"), ("meta", "interleaved")])
+def test_hugging_faces_order_is_that_of_this_familys_files(made, said, order):
+    from convert.checkpoint import open_checkpoint
+
+    with open_checkpoint(made.path, qk_layout=said) as opened:
+        assert opened.pairing == order
+
+
 # ---- verify ----------------------------------------------------------------------------------------------------
 
 PAIRS = wrong_tables.pairs(FAMILY, configs.to_hub(load_table(FAMILY), "hf", SIZES), "scratch")
