@@ -43,6 +43,7 @@ SMALL = {
 ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
 TOLERANCE = 1e-4
 SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -50,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 8},
     "biases": {"attention_bias": True},
     "linear scaling": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}},
+    "yarn": {"rope_parameters": YARN, "max_position_embeddings": 256},  # as the releases' cards tell for long texts
     "sliding from layer 1 on": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "sliding and full mixed": {
         "use_sliding_window": True,
@@ -152,6 +154,33 @@ def test_every_spelling_of_a_config_means_the_same(made, tmp_path):
     assert book["qk_norm"] is True and book["head_dim"] == 16
 
 
+@pytest.mark.parametrize(
+    ("stated", "window", "kinds"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 32}, None, None),
+        ({"sliding_window": 32}, None, None),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 28}, None, [FULL] * 3),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, 32, [FULL, FULL, SLIDING]),
+        ({"use_sliding_window": True, "sliding_window": 32, "layer_types": [FULL] * 3}, None, [FULL] * 3),
+    ],
+)
+def test_a_window_counts_only_where_it_is_used(stated, window, kinds):
+    raw = {"model_type": "qwen3", **SMALL, **stated}
+    hub = configs.to_hub(load_table("qwen3"), "hf", raw)
+    assert (hub.get("sliding_window"), hub.get("layer_types")) == (window, kinds)
+    theirs = transformers.Qwen3Config(**raw)
+    assert theirs.layer_types == (kinds or [FULL] * 3)
+
+
+def test_a_dict_without_the_norms_of_heads_lacks_tensors(made, tmp_path):
+    """qk_norm = False makes another architecture, which no model of this family has."""
+    convert.convert_checkpoint(made.path, tmp_path / "s", to="scratch")
+    state = {k: v for k, v in read(tmp_path / "s").items() if "q_norm" not in k and "k_norm" not in k}
+    save_file(state, tmp_path / "s" / "model.safetensors")
+    with pytest.raises(ConvertError, match=r"trf_blocks\.\{0-2\}\.att\.q_norm\.scale' is missing"):
+        convert.convert_checkpoint(tmp_path / "s", tmp_path / "out", to="hf")
+
+
 # ---- the reference ---------------------------------------------------------------------------------------------
 
 
@@ -177,6 +206,11 @@ def test_logits_are_those_of_transformers(tmp_path, case):
         model.load_state_dict(state | {x: state[y] for x, y in zip(a + b, b + a, strict=True)}, strict=True)
         assert off(model(ids), wanted) > 100 * TOLERANCE, (one, other)
     model.load_state_dict(state)
+    if "rope_parameters" in CASES[case]:
+        with open_checkpoint(made.path) as opened:
+            opened.config["rope_parameters"] = ROPE
+            plain: Any = load_reference(opened, device="cpu")
+        assert off(plain(ids), wanted) > 100 * TOLERANCE
     if "sliding" in case:
         with open_checkpoint(made.path) as opened:
             opened.config.pop("sliding_window"), opened.config.pop("layer_types")
@@ -269,6 +303,8 @@ def test_a_folder_of_the_book_that_says_nothing_of_its_family(made, tmp_path):
         ("scratch", {"rms_norm_eps": 1e-5}, "eps 1e-6 hard-wired"),
         ("scratch", CASES["linear scaling"], "no RoPE scaling"),
         ("scratch", CASES["sliding and full mixed"], "no sliding window"),
+        ("scratch", {"hidden_act": "gelu"}, "SiLU hard-wired"),
+        ("gguf", {"hidden_act": "gelu"}, "SiLU hard-wired"),
         ("gguf", {"attention_bias": True}, "bias of the output projection"),
         ("gguf", CASES["sliding and full mixed"], "no sliding window"),
         ("meta", {}, "no meta layout"),
@@ -282,7 +318,9 @@ def test_what_a_layout_cannot_hold_is_refused(tmp_path, target, changes, why):
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("changes", [{"attention_bias": True}, {"rms_norm_eps": 1e-5}, CASES["linear scaling"]])
+@pytest.mark.parametrize(
+    "changes", [{"attention_bias": True}, {"rms_norm_eps": 1e-5}, CASES["linear scaling"], CASES["yarn"]]
+)
 def test_our_own_class_holds_more_than_the_books(tmp_path, changes):
     made = make(tmp_path / "hf", **changes)
     convert.convert_checkpoint(made.path, tmp_path / "s", to="scratch", allow_reference=True)
@@ -321,7 +359,7 @@ def _run(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(ids)
 
 
-@pytest.mark.parametrize("case", ["plain", "tied", "heads 8/2, narrow", "linear scaling"])
+@pytest.mark.parametrize("case", ["plain", "tied", "heads 8/2, narrow", "linear scaling", "yarn"])
 def test_real_llama_cpp(tmp_path, case):
     pytest.importorskip("xllamacpp")
     from convert.engines.llama_cpp import logprobs

@@ -23,7 +23,7 @@ from convert.run import run
 from convert.table import load_table
 from tests.families import faults, golden
 from tests.families.mixed import Tiny, off, prompt, tiny
-from tests.families.test_qwen3 import KEYS, ROPE, SMALL, TOLERANCE, read, same
+from tests.families.test_qwen3 import KEYS, ROPE, SMALL, TOLERANCE, YARN, read, same
 from tests.reference.models import one_thread  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "not normalised": {"norm_topk_prob": False},
     "layer 1 dense": {"mlp_only_layers": [1]},
     "every second layer dense": {"decoder_sparse_step": 2},
+    "yarn": {"rope_parameters": YARN, "max_position_embeddings": 256},
     "a window everywhere": {"use_sliding_window": True, "sliding_window": 24},
 }
 
@@ -356,7 +357,9 @@ def test_the_books_real_classes(made, tmp_path, module):
     assert off(model(ids), made.logits) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(("case", "source"), [("plain", "hf"), ("three of six, tied", "hf"), ("plain", "scratch")])
+@pytest.mark.parametrize(
+    ("case", "source"), [("plain", "hf"), ("three of six, tied", "hf"), ("yarn", "hf"), ("plain", "scratch")]
+)
 def test_real_llama_cpp(tmp_path, case, source):
     pytest.importorskip("xllamacpp")
     from convert.engines.llama_cpp import logprobs
@@ -400,6 +403,31 @@ def test_quantised_experts(tmp_path):
         for e in range(6):
             found = back[f"model.layers.2.mlp.experts.{e}.{name}.weight"]
             assert np.array_equal(found.numpy(), values[e].reshape(found.shape))
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_k_m"])
+def test_llama_cpp_runs_quantised_experts(tmp_path, type):
+    """Widened again, so that llama.cpp rounds no activations: what it computes is what we read back."""
+    pytest.importorskip("xllamacpp")
+    from convert import ggml
+    from convert.engines.llama_cpp import logprobs
+
+    if "k" in type and not ggml.available():
+        pytest.skip("ggml is not installed")
+    made = make(tmp_path / "hf", hidden_size=256, moe_intermediate_size=256, head_dim=32)
+    convert.convert_checkpoint(made.path, tmp_path / "m.gguf", to="gguf", type=type, tokenizer=False)
+    convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "wide.gguf", to="gguf", type="f32")
+    convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "back", to="hf", dtype="F32", tokenizer=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    model.set_experts_implementation("eager")
+    ids, lengths = prompt(SMALL["vocab_size"]), (1, 7, 40, 160)
+    with torch.no_grad():
+        wanted = logprobs_of(model(ids).logits, lengths)
+    prompts = [ids[0].tolist()[:n] for n in lengths]
+    assert np.abs(logprobs(tmp_path / "wide.gguf", prompts, threads=1) - wanted).max() < 2e-4
+    quantised = logprobs(tmp_path / "m.gguf", prompts, threads=1)
+    assert np.abs(quantised - wanted).mean() < 0.5  # 8-bit activations, and experts that change with them
+    assert np.abs(quantised - np.roll(wanted, 1, axis=0)).mean() > 1.5
 
 
 if __name__ == "__main__":
