@@ -81,6 +81,16 @@ def _value_steps(opened: Checkpoint, row: TensorRow, table: MappingTable, layout
     return steps
 
 
+def is_computed(opened: Checkpoint, row: TensorRow, table: MappingTable, layout: str) -> bool:
+    """Whether values are computed on the way to ``layout``, in float32, to come back within its rounding only."""
+    if opened.layout == layout:
+        return False
+    named = any(not OPERATIONS[o["op"]].exact for o in (*row.to.get(opened.layout, ()), *row.to.get(layout, ())))
+    return named or (
+        row.norm and opened.table.convention_of(opened.layout, "norm") != table.convention_of(layout, "norm")
+    )
+
+
 def undo_operations(opened: Checkpoint, row: TensorRow, layer: int | None, source: Source) -> Source:
     """A stored tensor with what its layout's named operations did undone."""
     for spec in reversed(row.to.get(opened.layout, ())):

@@ -22,7 +22,7 @@ from convert.formats.gguf_values import KeyValues, Value
 from convert.formats.spec import Entry, FileLayout
 from convert.gguf_request import GgufRequest
 from convert.layout import Dims, Slot, expand
-from convert.logical import logical_source
+from convert.logical import is_computed, logical_source
 from convert.match import alike
 from convert.report import fold_problems
 from convert.source import Joined, Source
@@ -309,6 +309,12 @@ def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None
         count = sum(plan.table.rows[k[0]].rope is not None for slot, _ in chosen for k in slot.keys)
         to = plan.table.convention_of(plan.request.target, "rope")
         plan.notes.append(f"rows of Q and K are put from {plan.source.pairing} into {to} order ({count} tensors)")
+    rows = (plan.table.rows[k[0]] for slot, _ in chosen for k in slot.keys)
+    if count := sum(is_computed(plan.source, row, plan.table, plan.request.target) for row in rows):
+        plan.notes.append(
+            f"{count} tensors are computed in float32 (norm weights with or without the one in them, -exp of decay "
+            "rates): a way back restores them within its rounding, all others bit by bit"
+        )
 
 
 def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims) -> None:

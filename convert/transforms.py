@@ -246,10 +246,14 @@ class ColumnsRegrouped(Source):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A named, invertible operation of a table row: from the hub layout to another one, and back."""
+    """A named, invertible operation of a table row: from the hub layout to another one, and back.
+
+    One that is not ``exact`` computes in float32, and comes back within its rounding.
+    """
 
     forward: Callable[..., Source]
     inverse: Callable[..., Source]
+    exact: bool = True
 
 
 def _negative_exponential(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -283,6 +287,7 @@ OPERATIONS: dict[str, Operation] = {
     "neg_exp": Operation(
         lambda s: Elementwise(s, _negative_exponential),
         lambda s: Elementwise(s, _log_of_negative),
+        exact=False,
     ),
     # The axis of size 1 that a depthwise convolution's weight has: [C, 1, K] in the hub, [C, K] there.
     "squeeze": Operation(

@@ -18,6 +18,8 @@ from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.reference.delta import gated_delta_rule
 from convert.reference.layers import KVCache
+from convert.reference.loading import load_reference
+from convert.reference.qwen3_5 import build as build_reference
 from convert.table import build, load_table
 from tests.families import faults, golden
 from tests.families.mixed import LENGTH, Tiny, converted, off, prompt, reference, run_reference
@@ -268,7 +270,8 @@ def test_chunks_compute_what_the_loop_over_tokens_does():
 @pytest.mark.parametrize("case", ["plain", "tied", "as many value heads as key heads", "value heads of another size"])
 def test_scratch_and_back_is_bit_equal(tmp_path, case):
     made = make(tmp_path / "hf", **CASES[case])
-    convert.convert_checkpoint(made.path, tmp_path / "scratch", to="scratch")
+    report = convert.convert_checkpoint(made.path, tmp_path / "scratch", to="scratch")
+    assert not any("computed" in note for note in report.notes)
     book = read(tmp_path / "scratch")
     assert torch.equal(book["trf_blocks.1.norm1.weight"], made.state["model.layers.1.input_layernorm.weight"])  # no +1
     assert book["trf_blocks.0.token_mixer.conv1d.weight"].ndim == 3 and "out_head.weight" in book
@@ -293,7 +296,9 @@ ROUNDED = {"norm": 2.0**-23, "A_log": 2.0**-21}
 def test_gguf_and_back(tmp_path, case):
     """Every matrix bit-equal, also those whose heads are dealt out; norms and decay within float32's rounding."""
     made = make(tmp_path / "hf", **CASES[case])
-    convert.convert_checkpoint(made.path, tmp_path / "m.gguf", to="gguf", type="f32", tokenizer=False)
+    report = convert.convert_checkpoint(made.path, tmp_path / "m.gguf", to="gguf", type="f32", tokenizer=False)
+    rounded = 5 * 2 + 2 * 2 + 1 + 3  # two norms a layer, two of Q and K in full layers, the last; decay rates
+    assert any(note.startswith(f"{rounded} tensors are computed in float32") for note in report.notes), report.notes
     convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "back", to="hf", tokenizer=False)
     stored, back = read(made.path), read(tmp_path / "back")
     assert back.keys() == stored.keys()
@@ -412,6 +417,58 @@ def test_the_text_part_of_a_release(tmp_path, made, config):
     save_file(state | {"model.other.weight": torch.zeros(2)}, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(ConvertError, match=r"model\.other\.weight"):
         convert.convert_checkpoint(tmp_path / "hf", tmp_path / "no", to="scratch")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_come_back_from_gguf_as_they_were(tmp_path, made, dtype):
+    """What float32 rounds on the way is far below what 16 bits hold, but next to a norm's zero."""
+    kind = getattr(torch, dtype)
+    state = {k: v.to(kind) for k, v in read(made.path).items()}
+    (tmp_path / "hf").mkdir()
+    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((made.path / "config.json").read_text()) | {"dtype": dtype}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    convert.convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", to="gguf", type=short, tokenizer=False)
+    convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "back", to="hf", tokenizer=False, dtype=short.upper())
+    same(read(tmp_path / "back"), state)
+
+
+def test_pairs_in_the_other_order_are_turned_by_head_and_in_part(tmp_path, made):
+    """The rows that turn are the first of each query, not of its gate; the reference runs that order as stored."""
+    table = faults.flipped(FAMILY, "scratch", "rope")
+    out = converted(made.path, tmp_path, "scratch", table)
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+    for name, heads, size in (("W_query", 8, 64), ("W_key", 2, 32), ("q_norm", 1, 32), ("k_norm", 1, 32)):
+        name = f"trf_blocks.2.token_mixer.{name}.weight"
+        before = reference(made.path).state_dict()[name].reshape(heads, size, -1)
+        after = read(out)[name].reshape(heads, size, -1)
+        assert torch.equal(after[:, :8], before[:, order]) and torch.equal(after[:, 8:], before[:, 8:])
+    with open_checkpoint(out, qk_layout="meta") as opened, torch.no_grad():
+        assert opened.pairing == "interleaved"
+        found = load_reference(opened)(prompt(SMALL["vocab_size"]))
+    assert off(found, made.logits) < TOLERANCE
+    assert off(run_reference(out, SMALL["vocab_size"]), made.logits) > 100 * TOLERANCE
+    convert.convert_checkpoint(out, tmp_path / "back", to="hf", qk_layout="meta")
+    same(read(tmp_path / "back"), read(made.path))
+
+
+def test_a_folder_of_the_book_that_says_nothing_of_its_family(made, tmp_path):
+    convert.convert_checkpoint(made.path, tmp_path / "s", to="scratch", format="pth")
+    (tmp_path / "s" / "conversion.json").unlink()
+    path = tmp_path / "s" / "scratch_config.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in said.items() if k not in ("family", "layout", "class")}))
+    with open_checkpoint(tmp_path / "s") as opened:
+        assert (opened.family, opened.layout) == (FAMILY, "scratch")
+    assert convert.verify(made.path, tmp_path / "s", device="cpu").verdict == "pass"
+    # names and shapes are the book's: our class takes the file strictly
+    with open_checkpoint(made.path) as opened:
+        model = build_reference(opened.config)
+    state = torch.load(tmp_path / "s" / "model.pth", weights_only=True)
+    model.load_state_dict(state.get("model", state), strict=True)
+    with torch.no_grad():
+        assert off(model(prompt(SMALL["vocab_size"])), made.logits) < TOLERANCE
 
 
 @pytest.mark.parametrize("flags", [True, False])
