@@ -415,10 +415,10 @@ def test_without_its_masks_the_first_class_does_not_load(made, tmp_path):
 
 
 def test_on_the_command_line(made, tmp_path):
-    from convert.cli import main
+    from convert.cli import cli, run
 
     def call(*words: Any) -> int:
-        return main([str(word) for word in (*words, "--no-tokenizer", "--json")])
+        return run(cli, [str(word) for word in (*words, "--no-tokenizer", "--json")])
 
     assert call("hf-to-scratch", made.path, tmp_path / "m", "--buffers") == 0
     assert sum(name.endswith(".mask") for name in read(tmp_path / "m")) == 3
