@@ -203,7 +203,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
         raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
     refuse_special(tensors, raw)
     family = chosen.family or (stated_family(raw) if config_layout == "scratch" else None)
-    tables = candidates(raw, format=found.format, family=family, table=table)
+    tables = candidates(raw, format=found.format, family=family, table=table, names=tensors)
     tensors = _aliased(_common_first_parts(tensors, tables, notes), tables, notes)
     table, layout = detect(
         tensors,

@@ -11,6 +11,7 @@ from typing import Any
 from convert.adapters import refuse_adapters
 from convert.errors import ConvertError, Problem
 from convert.names import class_tables
+from convert.relatives import advice
 from convert.report import fold_names
 from convert.table import MappingTable, families, heads, load_table
 
@@ -52,9 +53,21 @@ def explained(table: MappingTable, layout: str, names: Collection[str]) -> int:
 
 
 def candidates(
-    config: Mapping[str, Any] | None, *, format: str, family: str | None = None, table: MappingTable | None = None
+    config: Mapping[str, Any] | None,
+    *,
+    format: str,
+    family: str | None = None,
+    table: MappingTable | None = None,
+    names: Collection[str] = (),
 ) -> list[MappingTable]:
     """The tables that can describe a checkpoint, by what its config says; all of them where it says nothing.
+
+    Args:
+        config: Its config, if it has one.
+        format: Container format.
+        family: What the user said.
+        table: A table given by the user.
+        names: Its tensor names, to say what an unknown architecture is like.
 
     Raises:
         ConvertError: The config names an architecture that no table describes.
@@ -66,18 +79,18 @@ def candidates(
         arch = str((config or {}).get("general.architecture"))
         fitting = [f for f, head in said.items() if head.get("gguf_arch") == arch]
         if not fitting:
-            raise _unknown(f"a GGUF file of the architecture {arch!r}")
+            raise _unknown(f"a GGUF file of the architecture {arch!r}", advice(arch, names, format=format))
         return [load_table(f) for f in fitting]
     kind = _model_type(config)
     if kind:
         fitting = [f for f, head in said.items() if kind in head.get("model_types", ())]
         if not fitting:
-            raise _unknown(f"{kind!r}")
+            raise _unknown(f"{kind!r}", advice(kind, names))
         return [load_table(f) for f in fitting]
     stems = _stems(config)
     fitting = [f for f, head in said.items() if stems & {_stem(a) for a in head.get("architectures", ())}]
     if stems and not fitting:
-        raise _unknown(", ".join(map(repr, (config or {})["architectures"])))
+        raise _unknown(", ".join(map(repr, (config or {})["architectures"])), advice(sorted(stems)[0], names))
     return [load_table(f) for f in fitting or said]
 
 
@@ -110,7 +123,7 @@ def detect(
         ConvertError: An architecture that no table describes, an adapter, or packed weights.
     """
     refuse_special(names, config)
-    tables = candidates(config, format=format, family=family, table=table)
+    tables = candidates(config, format=format, family=family, table=table, names=names)
     tables = [v for t in tables for v in (t, *class_tables(t))]
     layouts = [layout] if layout else _LAYOUTS.get(format, ["hf", "meta", "scratch"])
     # What a table always wants decides, then what it can explain, then the table that says less.
@@ -175,16 +188,17 @@ def _stem(architecture: str) -> str:
     return architecture.partition("For")[0].removesuffix("Model")
 
 
-def _unknown(what: str) -> ConvertError:
+def _unknown(what: str, near: str | None = None) -> ConvertError:
     here = ", ".join(families())
+    lead = f"{near} " if near else ""
     return ConvertError(
         Problem(
             "unknown_architecture",
             f"this is {what}, which no table describes.",
             found=what,
             wanted=here,
-            hint=f"Families here: {here}. If it is one of them under another name, say so with --family; "
-            "else write a table (`convert tables init`).",
+            hint=f"{lead}Families here: {here}. If it is one of them under another name, say so with --family"
+            + ("." if near else "; else write a table (`convert tables init`)."),
         )
     )
 

@@ -1,14 +1,22 @@
-"""A names file to fill in: every tensor of a family, under the book's names, with what it is beside it."""
+"""Files to fill in: the names of a user's own modules, and the table of a family that there is none for yet.
+
+Every tensor stands there with what it is; nothing is read of a checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
 from convert import config as configs
+from convert.errors import UsageError
 from convert.layout import Dims
 from convert.listing import MEANINGS
 from convert.names import LAYOUT
-from convert.table import CONVENTIONS, MappingTable, TensorRow
+from convert.relatives import relatives
+from convert.resources import mappings_dir
+from convert.table import CONVENTIONS, MappingTable, TensorRow, families
+from convert.table_files import MAX_EXTENDS, load_head
+from convert.toml_text import dumps
 
 
 def skeleton(table: MappingTable, names: Mapping[str, str] | None = None, prefix: str | None = None) -> str:
@@ -38,6 +46,60 @@ def skeleton(table: MappingTable, names: Mapping[str, str] | None = None, prefix
         lines += ["", f"[{section}]"]
         lines += _rows([r for r in table.rows.values() if r.id.startswith(section + ".")], section, known, usual)
     return "\n".join([*lines, *_fused(table)]) + "\n"
+
+
+def beginning(table: MappingTable, kind: str) -> str:
+    """TOML text of a new family's table that says, as it is, the same as ``table``.
+
+    Args:
+        table: The nearest family.
+        kind: The new family's name: its ``model_type``.
+
+    Raises:
+        UsageError: The name is taken, or is no plain name.
+    """
+    if kind in families():
+        raise UsageError(f"there is a family {kind!r} already.", hint=f"`convert tables show {kind}` shows its table.")
+    if not (kind.isascii() and kind.replace("_", "").replace("-", "").isalnum()):
+        raise UsageError(f"--as {kind!r}: a family is called by letters, digits, - and _.")
+    near = relatives().get(kind)
+    but = near.but if near is not None and near.like == table.family else "(what is different?)"
+    head = {
+        "family": kind,
+        "title": f"{kind}: like {table.family}, but {but}",
+        "extends": table.family,
+        "model_types": [kind],
+        "architectures": [],
+        "layouts": [x for x in table.layouts if x in ("hf", "scratch")],
+    }
+    if any(set(row.zeros) - set(head["layouts"]) for row in table.rows.values()):  # rows that speak of llama.cpp's
+        head |= {"layouts": list(table.layouts), "gguf_arch": kind}
+    lines = [
+        f"# The family {kind}, as a change of {table.family}. Its place is among the tables: mappings/{kind}.toml.",
+        f"#   convert tables check {kind}.toml --against CKPT   compares it with a checkpoint",
+        "# architectures: as config.json has them. layouts: gguf, with gguf_arch, only where llama.cpp has it.",
+        f"# reference: the module in convert/reference/ that computes it; without a line it is that of {table.family}.",
+    ]
+    rest: dict[str, object] = {}
+    if _depth(table.family) >= MAX_EXTENDS:  # a table that extends as many as may be is written out
+        del head["extends"]
+        rest = {k: v for k, v in table.raw.items() if k not in (*head, "extends", "gguf_arch", "sizes")}
+    lines += [dumps(head).rstrip()]
+    if rest:
+        return "\n".join([*lines, dumps(rest).rstrip()]) + "\n"
+    lines += ["", f"# A row replaces {table.family}'s row of that name, a new row is added, `false` takes one away:"]
+    lines += ["# [block.mlp]", "# gate = false"]
+    for row in table.rows.values():
+        names = [f'{x} = "{n}"' for x, n in row.names.items() if x in head["layouts"]]
+        lines += ["#", f"# [{row.id}]", f"# shape = {[e.text for e in row.shape]}".replace("'", '"')]
+        lines += [f"# {name}" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def _depth(family: str) -> int:
+    """How many tables a family's own extends, one after the other."""
+    base = load_head(mappings_dir() / f"{family}.toml").get("extends")
+    return 0 if base is None else 1 + _depth(str(base))
 
 
 def _convention(table: MappingTable) -> Iterator[str]:

@@ -31,7 +31,8 @@ _TOP_KEYS = frozenset(
 #: What a table may begin `anew`, without what the extended one says.
 _SECTIONS = ("config", "defaults", "presence", "fused", "ignore", "refuse", "classes", "sizes", "template", "alias")
 _LISTS = ("fused", "ignore", "refuse", "alias", "metadata")
-_MAX_EXTENDS = 2
+#: How many tables may extend one another in a row.
+MAX_EXTENDS = 2
 
 
 def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
@@ -51,8 +52,8 @@ def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
         raise TableError(f"{path.name}: anew: {strange[0]!r} is none of {', '.join(_SECTIONS)}.")
     if base is None:
         return raw
-    if _depth == _MAX_EXTENDS:
-        raise TableError(f"{path.name}: tables may extend at most {_MAX_EXTENDS} levels deep.")
+    if _depth == MAX_EXTENDS:
+        raise TableError(f"{path.name}: tables may extend at most {MAX_EXTENDS} levels deep.")
     if Path(base).name != base:
         raise TableError(f"{path.name}: extends {base!r}, which is no plain name.")
     beside = path.with_name(f"{base}.toml")

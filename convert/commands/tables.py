@@ -97,15 +97,16 @@ def check(file: str, against: str | None, as_json: bool, quiet: bool, debug: boo
 
 @command.command("init")
 @click.option("--family", required=True, metavar="NAME", help="The family that your model belongs to.")
+@click.option("--as", "kind", metavar="NAME", help="Begin a table for a new family of this name, like --family.")
 @click.option("--out", metavar="FILE", help="Write here instead of to the terminal; an existing file is kept.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def init(family: str, out: str | None, debug: bool) -> int:
-    """Print a names file for your own module names, to fill in."""
+def init(family: str, kind: str | None, out: str | None, debug: bool) -> int:
+    """Print a names file for your own module names, or with --as the table of a new family, to fill in."""
     from convert.errors import UsageError
-    from convert.skeleton import skeleton
+    from convert.skeleton import beginning, skeleton
     from convert.table import load_table
 
-    text = skeleton(load_table(family))
+    text = beginning(load_table(family), kind) if kind else skeleton(load_table(family))
     if out is None:
         click.echo(text, nl=False)
         return 0
@@ -116,7 +117,8 @@ def init(family: str, out: str | None, debug: bool) -> int:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
-    click.echo(f"{path}: fill in your names, then `convert tables check {path} --against CKPT`")
+    what = "what is different" if kind else "your names"
+    click.echo(f"{path}: fill in {what}, then `convert tables check {path} --against CKPT`")
     return 0
 
 
