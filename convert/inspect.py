@@ -70,7 +70,7 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
         parameters_stored=stored,
         tied=tied,
         tied_evidence=evidence,
-        rope=dict(checkpoint.config.get("rope_parameters") or {}),
+        rope=_rope(checkpoint.config),
         numbers=_numbers(checkpoint),
         tensors=tensors,
         files=[(f.name, f.stat().st_size) for f in checkpoint.files],
@@ -179,6 +179,13 @@ def size_name(checkpoint: Checkpoint) -> str | None:
     return f"the shape of {' or '.join(shaped)} with other RoPE settings" if shaped else None
 
 
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, and how much of a head turns where not all of it does."""
+    found = dict(config.get("rope_parameters") or {})
+    partial = config.get("partial_rotary_factor")
+    return found | {"partial_rotary_factor": partial} if found and partial not in (None, 1) else found
+
+
 def _numbers(checkpoint: Checkpoint) -> dict[str, Any]:
     """The sizes that a reader asks for; the table's dims, else the config's keys of the same meaning."""
     dims = checkpoint.dims
@@ -193,6 +200,10 @@ def _numbers(checkpoint: Checkpoint) -> dict[str, Any]:
         "context": "max_position_embeddings",
     }
     found = {key: dims.get(name) for key, name in names.items()}
+    keys = checkpoint.table.rows.get("block.attn.k")
+    if keys is not None and keys.when and found["n_layers"] is not None:  # other layers keep no keys
+        layers = range(dims.n_layers)
+        found["kv_layers"] = sum(all(dims.value(w, layer) for w in keys.when) for layer in layers)
     return {k: int(v) if isinstance(v, (int, float)) else None for k, v in found.items()}
 
 

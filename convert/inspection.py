@@ -69,7 +69,8 @@ class Inspection:
         tied_evidence: How that is known.
         rope: RoPE settings, ``rope_type`` and ``rope_theta`` among them.
         numbers: The model's sizes (``n_layers``, ``n_heads``, ``n_kv_heads``, ``head_dim``, ``vocab_size``, ``width``,
-            ``ff_width``, ``context``); None where the config does not tell.
+            ``ff_width``, ``context``); None where the config does not tell. ``kv_layers`` where not all layers have
+            keys of their own.
         tensors: Every stored tensor.
         files: Weight files with their bytes.
         problems: How many findings ``validate`` would list.
@@ -107,8 +108,11 @@ class Inspection:
             item: Bytes per cached number.
             heads: Which head count to use; ``n_heads`` tells what plain multi-head attention would take.
         """
-        parts = [self.numbers.get(k) for k in ("n_layers", heads, "head_dim")]
+        parts = [self._kv_layers(), *(self.numbers.get(k) for k in (heads, "head_dim"))]
         return None if None in parts else 2 * math.prod(int(p or 0) for p in parts) * item
+
+    def _kv_layers(self) -> int | None:
+        return self.numbers.get("kv_layers", self.numbers.get("n_layers"))
 
     def as_json(self) -> dict[str, Any]:
         """The object that ``inspect --json`` prints; its keys are documented and stable."""
@@ -180,7 +184,7 @@ class Inspection:
         text = f"{heads} of {width}, {kv} for keys and values"
         if not kv or heads == kv:
             return f"{text} (plain multi-head attention)"
-        saved = 2 * (heads - kv) * (width or 0) * (self.numbers.get("width") or 0) * (self.numbers.get("n_layers") or 0)
+        saved = 2 * (heads - kv) * (width or 0) * (self.numbers.get("width") or 0) * (self._kv_layers() or 0)
         smaller = f"makes the cache {heads / kv:g} times smaller"
         return f"{text}: grouped-query attention saves {saved:,} parameters and {smaller}"
 

@@ -16,6 +16,7 @@ import convert
 from convert import config as configs
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
+from convert.inspect import inspect
 from convert.reference.delta import gated_delta_rule
 from convert.reference.layers import KVCache
 from convert.reference.loading import load_reference
@@ -490,6 +491,16 @@ def test_a_gguf_file_with_a_layer_that_predicts_further_tokens(tmp_path, flags):
     left = {k for k in read(made.path) if not (flags and k.startswith("model.layers.5."))}
     assert read(tmp_path / "back").keys() == left
     assert (convert.verify(made.path, tmp_path / "back", device="cpu").verdict == "pass") != flags
+
+
+def test_what_inspect_says(made):
+    with open_checkpoint(made.path) as opened:
+        found = inspect(opened)
+    assert found.kv_bytes() == 2 * 2 * 32 * 2 * 2  # K and V, heads, their size, full layers, bytes
+    said = dict(found.lines())
+    assert "partial_rotary_factor 0.25" in said["RoPE"]
+    assert f"saves {2 * (8 - 2) * 32 * 64 * 2:,} parameters" in said["heads"]
+    assert found.parameters == sum(v.numel() for v in made.state.values())
 
 
 # ---- faults in tables ------------------------------------------------------------------------------------------
