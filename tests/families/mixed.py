@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from convert.checkpoint import open_checkpoint
 from convert.plan import Request, make_plan
+from convert.reference.layers import KVCache
 from convert.reference.loading import load_reference
 from convert.run import run
 
@@ -82,6 +85,15 @@ def run_reference(path: Path, vocab: int) -> torch.Tensor:
         return reference(path)(prompt(vocab))
 
 
+def with_and_without_cache(path: Path, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's logits in one pass, and of 100 tokens and then one at a time."""
+    ids, model = prompt(vocab), reference(path)
+    with torch.no_grad():
+        cache = KVCache(model.n_layers)
+        parts = [model(ids[:, :100], cache), *(model(ids[:, i : i + 1], cache) for i in range(100, LENGTH))]
+        return model(ids), torch.cat(parts, 1)
+
+
 def converted(source: Path, folder: Path, layout: str, table: Any = None, **options: Any) -> Path:
     """A conversion, also with a table that is wrong on purpose; GGUF in float32."""
     out = folder / ("out.gguf" if layout == "gguf" else f"out_{layout}")
@@ -107,3 +119,30 @@ def llama_cpp(path: Path, vocab: int) -> torch.Tensor:
 def at_places(logits: torch.Tensor) -> torch.Tensor:
     """The same of logits ``[1, T, V]``."""
     return logits[0].double().log_softmax(-1)[[n - 1 for n in PLACES]]
+
+
+TEXT = (Path(__file__).parents[1] / "data" / "multilingual.txt").read_text(encoding="utf-8")
+
+
+def give_tokenizer(folder: Path, patterns: tuple[str, ...], *, nfc: bool = False) -> None:
+    """A byte-level BPE of 600 tokens, really trained, that cuts texts by ``patterns``."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tests.tokenizer.trained import BEGIN, END, byte_level
+
+    steps = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in patterns]
+    tokenizer = byte_level(TEXT, split=False, steps=steps)
+    if nfc:
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # With the generic class: transformers 5 has one for Cohere that puts rules of its own in place of the file's.
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": BEGIN}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+
+
+def token_ids(folder: Path) -> list[list[int]]:
+    """What transformers makes of texts with a folder's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = [*TEXT.splitlines(), "1234567 x 12x"]
+    return [tokenizer.encode(line, add_special_tokens=False) for line in lines]

@@ -17,22 +17,25 @@ from convert import config as configs
 from convert.engines.llama_cpp import available
 from convert.errors import ConvertError
 from convert.layout import Dims, expand
-from convert.reference.layers import KVCache, RotaryEmbedding
+from convert.reference.layers import RotaryEmbedding
 from convert.table import load_table
+from convert.tokenizer import pretokenizers
 from tests.families import faults as wrong_tables
 from tests.families import golden
 from tests.families.mixed import (
     KINDS,
-    LENGTH,
     Tiny,
     at_places,
     converted,
+    give_tokenizer,
     llama_cpp,
     off,
     prompt,
     reference,
     run_reference,
     tiny,
+    token_ids,
+    with_and_without_cache,
 )
 from tests.gguf_files import keys as gguf_keys
 from tests.reference.models import one_thread  # noqa: F401
@@ -43,14 +46,8 @@ FAMILY = "olmo3"
 KEYS = json.loads((Path(__file__).parents[1] / "data" / "olmo3_keys.json").read_text(encoding="utf-8"))
 VOCAB = 128
 #: Stretched eight times from 32 positions, so that 160 tokens see it.
-YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "attention_factor": 1.2079441541679836,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+SHORT = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+YARN = SHORT | {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
 PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
 ROPE = {"full_attention": YARN | {"rope_theta": 500000.0}, "sliding_attention": PLAIN}
 SIZES = {
@@ -70,9 +67,12 @@ SIZES = {
 }
 
 
+def config_of(**changes: Any) -> Any:
+    return transformers.Olmo3Config(**json.loads(json.dumps(SIZES | changes)))  # it changes nested settings in place
+
+
 def make(folder: Path, **changes: Any) -> Tiny:
-    settings = json.loads(json.dumps(SIZES | changes))  # transformers changes nested settings in place
-    return tiny(folder, transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**settings)))
+    return tiny(folder, transformers.Olmo3ForCausalLM(config_of(**changes)))
 
 
 @pytest.fixture(scope="module")
@@ -110,21 +110,18 @@ def test_published_sizes(size, count):
         slots = expand(table, Dims(table, hub), layout).values()
         assert sum(math.prod(s.shape) for s in slots) == count  # what the book's class has
     assert hub["layer_types"] == [*["sliding_attention"] * 3, "full_attention"] * (hub["num_hidden_layers"] // 4)
-    assert hub["rope_parameters"]["full_attention"] == YARN | {
-        "rope_theta": 500000.0,
-        "original_max_position_embeddings": 8192,
-    }
-    assert hub["rope_parameters"]["sliding_attention"] == PLAIN
+    full = ROPE["full_attention"] | {"original_max_position_embeddings": 8192}
+    assert hub["rope_parameters"] == {"full_attention": full, "sliding_attention": PLAIN}
 
 
 def test_configs_of_every_spelling_say_the_same():
-    v5 = transformers.Olmo3Config(**json.loads(json.dumps(SIZES))).to_dict()
+    v5 = config_of().to_dict()
     v4 = {k: v for k, v in v5.items() if k not in ("rope_parameters", "layer_types")}
     v4 |= {"rope_theta": 500000.0, "rope_scaling": YARN}
     hub = hub_of(v5)
     assert hub["rope_parameters"] == ROPE
-    for brief in (YARN, {k: YARN[k] for k in ("rope_type", "factor", "original_max_position_embeddings")}):
-        old = hub_of(v4 | {"rope_scaling": brief})
+    for scaling in (YARN, SHORT):
+        old = hub_of(v4 | {"rope_scaling": scaling})
         assert {k: old[k] for k in SIZES} == {k: hub[k] for k in SIZES}
     book = configs.to_scratch(load_table(FAMILY), hub, "F32")
     assert (book["n_kv_heads"], book["rope_base"], book["rope_type"]) == (2, 500000.0, "yarn")
@@ -200,10 +197,9 @@ def test_the_reference_computes_what_transformers_does(made):
             model.rotations = lambda a=a, b=b: {"sliding_attention": a, "full_attention": b}
             faults[fault] = off(model(ids), wanted)
         del model.rotations
-        model.windows = lambda: {"sliding_attention": None, "full_attention": None}
-        faults["no window"] = off(model(ids), wanted)
-        model.windows = lambda: {"sliding_attention": 25, "full_attention": None}
-        faults["a window of one more"] = off(model(ids), wanted)
+        for fault, window in {"no window": None, "a window of one more": 25}.items():
+            model.windows = lambda window=window: {"sliding_attention": window, "full_attention": None}
+            faults[fault] = off(model(ids), wanted)
         del model.windows
         block = model.blocks[2]
 
@@ -244,11 +240,7 @@ def test_what_a_config_can_say_is_heeded(tmp_path, made, change):
 
 
 def test_a_cache_changes_nothing(made):
-    ids, model = prompt(VOCAB), reference(made.path)
-    with torch.no_grad():
-        cache = KVCache(model.n_layers)
-        parts = [model(ids[:, :100], cache), *(model(ids[:, i : i + 1], cache) for i in range(100, LENGTH))]
-        assert off(torch.cat(parts, 1), model(ids)) < 4e-5
+    assert off(*with_and_without_cache(made.path, VOCAB)) < 4e-5
 
 
 # ---- there and back --------------------------------------------------------------------------------------------
@@ -291,7 +283,7 @@ def test_gguf_and_back_is_bit_equal_and_llama_cpp_computes_the_same(tmp_path, ma
     with torch.no_grad():
         with model.controls[0].apply(model):
             assert off(found, at_places(model(ids))) > 0.5
-        model.rotations = lambda: dict.fromkeys(("sliding_attention", "full_attention"), model.ropes["full_attention"])
+        model.rotations = lambda: dict.fromkeys(model.ropes, model.ropes["full_attention"])
         assert off(found, at_places(model(ids))) > 0.05  # llama.cpp, too, stretches the full layers only
 
 
@@ -338,9 +330,9 @@ def test_our_reference_class_holds_what_the_books_does_not(tmp_path):
 
 def test_who_converts_to_the_books_class_is_told_what_it_computes(tmp_path, made):
     plain = make(tmp_path / "plain", rope_parameters={"full_attention": PLAIN, "sliding_attention": PLAIN})
-    for source, told in ((made, True), (plain, False)):
-        summary = convert.convert_checkpoint(source.path, tmp_path / f"out{told}", to="scratch", tokenizer=False)
-        assert any("stretches the sliding layers too" in note for note in summary.notes) == told
+    for path, told in ((made.path, True), (plain.path, False)):
+        notes = convert.convert_checkpoint(path, tmp_path / f"out{told}", to="scratch", tokenizer=False).notes
+        assert any("stretches the sliding layers too" in note for note in notes) == told
 
 
 @pytest.mark.parametrize("theta", [500000.0, 10000.0])
@@ -357,6 +349,18 @@ def test_a_module_of_the_books_names_is_filled_and_its_tables_are_looked_at(made
     assert [("another base or scaling" in str(w.message)) for w in caught] == [True] * (theta == 10000.0)
     with torch.no_grad():
         assert off(model(prompt(VOCAB)), made.logits) < 1e-4
+
+
+def test_its_tokenizer_goes_along(tmp_path):
+    """The rules by which the released tokenizer cuts texts have a name in llama.cpp, and come back."""
+    source = make(tmp_path / "hf", vocab_size=640)
+    give_tokenizer(source.path, (pretokenizers.LLAMA3,))
+    convert.convert_checkpoint(source.path, tmp_path / "m.gguf", to="gguf", type="f32")
+    assert gguf_keys(tmp_path / "m.gguf")["tokenizer.ggml.pre"] == ("STRING", "dbrx")
+    convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "back", to="hf")
+    assert token_ids(tmp_path / "back") == token_ids(source.path)
+    if available():
+        assert off(llama_cpp(tmp_path / "m.gguf", 640), at_places(source.logits)) < 2e-4
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------
@@ -382,9 +386,10 @@ def test_the_pairs_that_could_be_taken_for_each_other():
     assert len(PAIRS) == 7 and ("block.attn.norm", "block.mlp.norm") in PAIRS
 
 
+@pytest.mark.parametrize("layout", ["scratch", "gguf"])
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids="-".join)
-def test_tensors_of_one_shape_exchanged_are_caught(tmp_path, made, one, other):
-    out = converted(made.path, tmp_path, "scratch", wrong_tables.exchanged(FAMILY, "scratch", one, other))
+def test_tensors_of_one_shape_exchanged_are_caught(tmp_path, made, layout, one, other):
+    out = converted(made.path, tmp_path, layout, wrong_tables.exchanged(FAMILY, layout, one, other))
     result = convert.verify(made.path, out, device="cpu")
     assert result.verdict == "fail" and result.distance.max_abs > 100 * 1e-4, result.message
 

@@ -14,24 +14,27 @@ from safetensors.torch import load_file, save_file
 
 import convert
 from convert import config as configs
+from convert.engines.llama_cpp import available
 from convert.errors import ConvertError
 from convert.layout import Dims, expand
-from convert.reference.layers import KVCache
 from convert.table import load_table
+from convert.tokenizer import pretokenizers
 from tests.families import faults as wrong_tables
 from tests.families import golden
 from tests.families.mixed import (
     KINDS,
-    LENGTH,
     Tiny,
     at_places,
     converted,
+    give_tokenizer,
     llama_cpp,
     off,
     prompt,
     reference,
     run_reference,
     tiny,
+    token_ids,
+    with_and_without_cache,
 )
 from tests.gguf_files import keys as gguf_keys
 from tests.reference.models import one_thread  # noqa: F401
@@ -216,11 +219,7 @@ def test_what_a_config_can_say_is_heeded(tmp_path, made, change):
 
 
 def test_a_cache_changes_nothing(made):
-    ids, model = prompt(VOCAB), reference(made.path)
-    with torch.no_grad():
-        cache = KVCache(model.n_layers)
-        parts = [model(ids[:, :100], cache), *(model(ids[:, i : i + 1], cache) for i in range(100, LENGTH))]
-        assert off(torch.cat(parts, 1), model(ids)) < 2e-5
+    assert off(*with_and_without_cache(made.path, VOCAB)) < 2e-5
 
 
 def test_a_config_of_another_architecture_is_told():
@@ -337,6 +336,18 @@ def test_hugging_faces_order_is_that_of_this_familys_files(made, said, order):
         assert opened.pairing == order
 
 
+def test_its_tokenizer_goes_along(tmp_path):
+    """The rules by which the released tokenizer cuts texts have a name in llama.cpp, and come back."""
+    source = make(tmp_path / "hf", vocab_size=640)
+    give_tokenizer(source.path, (pretokenizers.TINY_AYA_DIGITS, pretokenizers.GPT4O), nfc=True)
+    convert.convert_checkpoint(source.path, tmp_path / "m.gguf", to="gguf", type="f32")
+    assert gguf_keys(tmp_path / "m.gguf")["tokenizer.ggml.pre"] == ("STRING", "tiny_aya")
+    convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "back", to="hf")
+    assert token_ids(tmp_path / "back") == token_ids(source.path)
+    if available():
+        assert off(llama_cpp(tmp_path / "m.gguf", 640), at_places(source.logits)) < 2e-4
+
+
 # ---- verify ----------------------------------------------------------------------------------------------------
 
 PAIRS = wrong_tables.pairs(FAMILY, configs.to_hub(load_table(FAMILY), "hf", SIZES), "scratch")
@@ -365,10 +376,14 @@ def test_the_pairs_that_could_be_taken_for_each_other():
     }
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids="-".join)
-def test_tensors_of_one_shape_exchanged_are_caught(tmp_path, untied, one, other):
-    out = converted(untied.path, tmp_path, "scratch", wrong_tables.exchanged(FAMILY, "scratch", one, other))
-    result = convert.verify(untied.path, out, device="cpu")
+@pytest.mark.parametrize(
+    ("layout", "one", "other"),
+    [("scratch", *pair) for pair in PAIRS] + [("gguf", *pair) for pair in PAIRS if "top.output" not in pair],
+)
+def test_tensors_of_one_shape_exchanged_are_caught(tmp_path, made, untied, layout, one, other):
+    source = untied if layout == "scratch" else made  # a GGUF file holds one tensor for embedding and head
+    out = converted(source.path, tmp_path, layout, wrong_tables.exchanged(FAMILY, layout, one, other))
+    result = convert.verify(source.path, out, device="cpu")
     assert result.verdict == "fail" and result.distance.max_abs > 100 * 1e-4, result.message
 
 
