@@ -208,6 +208,8 @@ def _numbers(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _pairing(checkpoint: Checkpoint) -> str:
+    if not checkpoint.table.has_rope:
+        return "no rotary pairs"
     meaning = {"half": "pairs (i, i + d/2)", "interleaved": "pairs (2i, 2i + 1)"}[checkpoint.pairing]
     said = checkpoint.metadata.get("convert.qk_layout") or (checkpoint.record.get("target") or {}).get("qk_layout")
     if checkpoint.options.qk_layout:

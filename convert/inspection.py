@@ -172,7 +172,7 @@ class Inspection:
 
     def _rope(self) -> str:
         if not self.rope:
-            return "not stated"
+            return "none: nothing turns in this family"
         if "rope_type" in self.rope:
             return _rope_line(self.rope)
         return "; ".join(f"{kind.removesuffix('_attention')} {_rope_line(v)}" for kind, v in self.rope.items())

@@ -306,7 +306,11 @@ class _Run:
             f"would be rounding), from position {first} on; they agree on {distance.top1:.0%} of the next tokens."
         )
         hints = [f"They agree once {cure}: one of the two is not stored as it was taken to be." for cure in self.cures]
-        if first is not None and first > 0 and not hints:
+        if first is not None and first > 0 and not hints and not self._turns():
+            hints.append(
+                "Position 0 is equal and later ones differ: think of Q and K, which one token alone does not feel."
+            )
+        elif first is not None and first > 0 and not hints:
             hints.append(
                 "Position 0 is equal and later ones differ: a rotary fault (the order of the rows of Q and K, theta, "
                 "scaling, or head_dim), for at position 0 nothing turns."
@@ -317,6 +321,12 @@ class _Run:
                 "the epsilon."
             )
         return message, [*hints, *tensors]
+
+    def _turns(self) -> bool:
+        """Whether positions enter by rotation in this family."""
+        from convert.reference import reference_for
+
+        return bool(reference_for(self.a.table.reference).ROTARY)
 
     def _compare_tensors(self) -> list[str]:
         """What an exact comparison of the tensors says; it needs no trained weights."""
