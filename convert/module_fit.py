@@ -139,8 +139,11 @@ def _pair(out: Fit, strict: bool, dtype: torch.dtype | None) -> None:
     broken = {p.tensor for p in matched.problems}
     for slot in expand(out.table, Dims(out.table, out.checkpoint.config), out.layout, out.homes).values():
         home = out.homes.get(slot.name)
-        absent = [k for k in slot.keys if k not in matched.logical]
+        replaceable = all(out.table.rows[k[0]].copy for k in slot.keys)  # nothing computes with these
+        absent = [k for k in slot.keys if k not in matched.logical and not replaceable]
         from_base = tie is not None and slot.keys == (tie[0],) and tie[1] in matched.logical
+        if home is None and replaceable:
+            continue
         if home is None:
             _without_place(out, slot, strict, headless=from_base)
             continue
@@ -260,7 +263,7 @@ def _check_heads(out: Fit, hub: Mapping[str, Any]) -> None:
     counts = {row.rope.text for row in out.table.rows.values() if row.rope is not None}
     for dim in sorted(counts):
         key = primary_key(out.table, dim)
-        built, stored = hub.get(key) if key else None, out.checkpoint.dims.get(dim)
+        built, stored = (hub.get(key), out.checkpoint.dims.get(dim)) if key else (None, None)
         # A config that does not state the count says nothing, whatever the family's default is.
         if built is not None and stored is not None and int(built) != int(stored):
             out.problems.append(

@@ -17,6 +17,7 @@ from convert import config as configs
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.plan import Request, make_plan
+from convert.reference.gemma4 import build as build_reference
 from convert.reference.layers import KVCache
 from convert.reference.loading import load_reference
 from convert.run import run
@@ -379,6 +380,26 @@ def test_what_a_layout_cannot_hold_is_refused_before_writing(tmp_path, layout, c
     with pytest.raises(ConvertError, match=said):
         convert.convert_checkpoint(tmp_path / "hf", tmp_path / "out.gguf", to=layout, tokenizer=False)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["without unused", "with unused"])
+def test_modules_are_filled(tmp_path, made, stored):
+    """One with the book's names, whose scalars are buffers and whose every layer has keys and values; transformers'."""
+    source = with_unused(made, tmp_path / "all") if stored else made.path
+    names = set(shapes("gemma4", "scratch", hub(source) | {"_shared_kv": True}))
+    module = build_reference(hub(source), names=names)
+    for block in module.blocks:
+        del block._parameters["layer_scalar"]
+        block.register_buffer("layer_scalar", torch.ones(1))
+    convert.load_into(module, source)
+    theirs = transformers.Gemma4ForCausalLM(made.model.config).eval()
+    convert.load_into(theirs, source)
+    ids = prompt(SIZES["vocab_size"])
+    with torch.no_grad():
+        assert off(module(ids), made.logits) < 1e-4
+        assert off(theirs(ids).logits, made.logits) == 0.0
+        module.blocks[3].layer_scalar.fill_(1.0)
+        assert off(module(ids), made.logits) > 1e-2
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------
