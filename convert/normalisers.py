@@ -20,8 +20,8 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 PERIODS = ("sliding_window_pattern", "full_attention_interval")
 #: Keys that transformers 5 keeps among the RoPE settings without being fields of a RoPE type.
 ROPE_EXTRAS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-#: More layers than any machine could hold; a damaged config must not fill the memory.
-MAX_LAYERS = 100_000
+#: Ten times the deepest published models; a damaged config must neither fill the memory nor take a minute to refuse.
+MAX_LAYERS = 2_000
 
 
 def text_config(config: Config) -> Config:
