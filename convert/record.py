@@ -77,4 +77,7 @@ def head_hash(path: Path) -> str:
 
 def dump(value: Mapping[str, Any]) -> bytes:
     """JSON as every file here is written."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    try:
+        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, as an escape of JSON can hold it and UTF-8 cannot
+        return (json.dumps(value, indent=2) + "\n").encode()

@@ -295,3 +295,11 @@ def test_numbers_that_metas_flag_does_not_stand_for_are_said(tmp_path, changed, 
     convert.convert_checkpoint(tmp_path / "meta", tmp_path / "back", to="hf")
     back = json.loads((tmp_path / "back" / "config.json").read_text())["rope_parameters"]
     assert back["low_freq_factor"] == scaling["low_freq_factor"]
+
+
+def test_half_a_surrogate_pair_in_a_config_is_carried(tmp_path):
+    made = make_hf(tmp_path / "hf", "gqa8")
+    place = made.path / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"remark": "\ud800", "author": "é"}))
+    convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_bytes())["remark"] == "\ud800"
