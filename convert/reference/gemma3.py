@@ -21,19 +21,8 @@ from torch import Tensor, nn
 
 from convert.errors import ConvertError, Problem
 from convert.reference import Control
-from convert.reference.layers import (
-    PAIRINGS,
-    FeedForward,
-    GroupedQueryAttention,
-    KVCache,
-    LayerCache,
-    RMSNorm,
-    RotaryEmbedding,
-    Rotation,
-    causal_mask,
-)
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from convert.reference.decoder import FULL, ROTARY_CONTROL, SLIDING, Context, Decoder
+from convert.reference.layers import FeedForward, GroupedQueryAttention, LayerCache, RMSNorm, RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -122,14 +111,6 @@ class Gemma3Config:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Rotation and mask of the positions being processed, per kind of layer."""
-
-    rotations: Mapping[str, Rotation]
-    masks: Mapping[str, Tensor | None]
-
-
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each normed on its way in and on its way out, and added to its input."""
 
@@ -157,24 +138,11 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``."""
-        rotation, mask = context.rotations[self.kind], context.masks[self.kind]
-        y = self.att(self.input_layernorm(x), rotation=rotation, mask=mask, cache=cache)
+        here = context[self.kind]
+        y = self.att(self.input_layernorm(x), rotation=here.rotation, mask=here.mask, cache=cache)
         x = x + self.post_attention_layernorm(y)
         y = self.ff(self.pre_feedforward_layernorm(x))
         return x + self.post_feedforward_layernorm(y)
-
-
-@contextmanager
-def _flip_rotary(model: Gemma3) -> Iterator[None]:
-    """Run with the other order of rotary pairs."""
-    kept = model.config.pairing
-    for rope in model.ropes.values():
-        rope.pairing = PAIRINGS[1 - PAIRINGS.index(kept)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for rope in model.ropes.values():
-            rope.pairing = kept  # type: ignore[assignment]
 
 
 @contextmanager
@@ -190,7 +158,7 @@ def _flip_norms(model: Gemma3) -> Iterator[None]:
             norm.zero_centered = not norm.zero_centered
 
 
-class Gemma3(nn.Module):
+class Gemma3(Decoder):
     """A Gemma 3 that runs weights as stored.
 
     Args:
@@ -199,7 +167,7 @@ class Gemma3(nn.Module):
     """
 
     controls: ClassVar[tuple[Control, ...]] = (
-        Control("rotary", "the rows of Q and K in the other rotary order", _flip_rotary),
+        ROTARY_CONTROL,
         Control("norms", "norm weights stored by the other convention (off by one)", _flip_norms),
     )
 
@@ -228,33 +196,22 @@ class Gemma3(nn.Module):
         x = self.tok_emb(ids)
         return x * torch.tensor(self.config.emb_dim**0.5, dtype=x.dtype, device=x.device)
 
-    def context(self, length: int, start: int = 0) -> Context:
-        """Rotations and masks of positions ``start`` to ``start + length``, shared by all layers of a kind."""
-        dtype = self.tok_emb.weight.dtype
-        windows = {FULL: None, SLIDING: self.config.sliding_window}
-        device = next(self.ropes.buffers()).device
-        return Context(
-            {kind: rope(start, length, dtype=dtype) for kind, rope in self.ropes.items()},
-            {kind: causal_mask(start, length, window=w, device=device) for kind, w in windows.items()},
-        )
+    def rotations(self) -> Mapping[str, Any]:
+        """See :class:`Decoder`."""
+        return dict(self.ropes.items())
 
-    def block(self, layer: int) -> nn.Module:
-        """Layer ``layer``."""
-        return self.blocks[layer]
+    def windows(self) -> Mapping[str, int | None]:
+        """See :class:`Decoder`."""
+        return {FULL: None, SLIDING: self.config.sliding_window}
+
+    def stack(self) -> nn.ModuleList:
+        """See :class:`Decoder`."""
+        return self.blocks
 
     def head(self, x: Tensor) -> Tensor:
         """Hidden states ``[B, T, D]`` to logits ``[B, T, V]``."""
-        logits: Tensor = self.out_head(self.final_norm(x))
-        cap = self.config.final_softcap
-        return logits if not cap else cap * torch.tanh(logits / cap)
-
-    def forward(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Token ids ``[B, T]`` to logits ``[B, T, V]``; with a cache, the ids continue what it has seen."""
-        x = self.embed(ids)
-        context = self.context(ids.shape[1], start=cache.length if cache is not None else 0)
-        for layer in range(self.n_layers):
-            x = self.block(layer)(x, context, cache.layers[layer] if cache is not None else None)
-        return self.head(x)
+        logits, cap = super().head(x), self.config.final_softcap
+        return logits if not cap else torch.tanh(logits / cap) * cap
 
 
 Config = Gemma3Config
