@@ -14,7 +14,7 @@ def fold_names(names: Iterable[str]) -> list[str]:
     All-digit path parts are folded, the last one first, so that layers are joined that have the same experts; order of
     first appearance is kept.
     """
-    found = [tuple(name.split(".")) for name in dict.fromkeys(names)]
+    found = [tuple(_dotted(name).split(".")) for name in dict.fromkeys(names)]
     count = max((len(_places(parts)) for parts in found), default=0)
     for turn in reversed(range(count)):
         groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
@@ -26,7 +26,19 @@ def fold_names(names: Iterable[str]) -> list[str]:
         found = [
             head if numbers == [-1] else (*head, _number(numbers), *tail) for (head, tail), numbers in groups.items()
         ]
-    return [".".join(parts) for parts in found]
+    return [_undotted(".".join(parts)) for parts in found]
+
+
+def _dotted(name: str) -> str:
+    """A name with slashes (``model/h0/ln_1/g``) with dots around the layer's number; other names as they are."""
+    if "." in name or "/" not in name:
+        return name
+    parts = [(part, part.rstrip("0123456789")) for part in name.split("/")]
+    return "/".join(f"{stem}.{part[len(stem) :]}." if stem.isalpha() and stem != part else part for part, stem in parts)
+
+
+def _undotted(name: str) -> str:
+    return name.replace(".", "") if "/" in name and "./" in name else name
 
 
 def _places(parts: Sequence[str]) -> list[int]:
@@ -56,7 +68,7 @@ def fold_problems(problems: Sequence[Problem]) -> list[Problem]:
         if p.tensor is None:
             groups[(p.message,)] = [p]
             continue
-        name = ".".join("*" if part.isdecimal() else part for part in p.tensor.split("."))
+        name = ".".join("*" if part.isdecimal() else part for part in _dotted(p.tensor).split("."))
         generic = p.message.replace(repr(p.tensor), "{}")
         groups.setdefault((p.kind, name, generic, str(p.hint)), []).append(p)
     out = []

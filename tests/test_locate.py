@@ -228,3 +228,15 @@ def test_shards_without_their_index(tmp_path, gone):
         with pytest.raises(ConvertError, match=rf"{3 - gone} of 3 shards and no {name}.index.json") as error:
             locate(folder)
         assert ("other shards" in str(error.value)) == bool(gone)
+
+
+def test_an_index_file_without_data_beside_it_is_of_no_matter(tmp_path):
+    """Search libraries write `.index` files too; TensorFlow's have their data beside them."""
+    make_hf(tmp_path, "gqa8")
+    (tmp_path / "vectors.index").write_bytes(b"IxFI" + bytes(64))
+    assert [p.name for p in locate(tmp_path).files] == ["model.safetensors"]
+    for name in ("model.ckpt.index", "model.ckpt.data-00000-of-00001"):
+        shutil.copy(Path(__file__).parent / "data" / "openai" / name, tmp_path / name)
+    with pytest.raises(ConvertError, match="2 candidate sets"):
+        locate(tmp_path)
+    assert locate(tmp_path / "model.ckpt").format == "tensorflow"

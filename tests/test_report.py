@@ -77,3 +77,9 @@ def test_problems_of_experts_fold_and_none_is_left_out():
     problems = [Problem("missing", f"{n!r} is missing.", tensor=n) for n in names]
     folded = fold_problems(problems)
     assert [p.message for p in folded] == ["'layers.0.experts.{0-3}.w', 'layers.1.experts.{0-2}.w' is missing."]
+
+
+def test_names_with_slashes_fold_by_the_number_that_ends_a_part():
+    names = [f"model/h{i}/ln_{j}/g" for i in range(12) for j in (1, 2)]
+    assert fold_names([*names, "model/wte"]) == ["model/h{0-11}/ln_1/g", "model/h{0-11}/ln_2/g", "model/wte"]
+    assert fold_names(["model/h3/attn/c_attn/w", "a/b.c", "x1/y2/z"]) == ["model/h3/attn/c_attn/w", "a/b.c", "x1/y2/z"]

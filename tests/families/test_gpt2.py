@@ -481,6 +481,37 @@ def test_openais_tokenizer_goes_along(tmp_path):
     convert.convert_checkpoint(source, tmp_path / "hf", to="hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.encode('!"#$!') == [61, 62, 0] and len(tokenizer) == 64
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (63, 63)
+    convert.convert_checkpoint(source, tmp_path / "m.gguf", to="gguf", type="f32")
+    with open_checkpoint(tmp_path / "m.gguf") as opened:
+        keys = {key.removeprefix("tokenizer.ggml."): value for key, value in opened.metadata.items()}
+    assert (keys["model"], keys["pre"], keys["eos_token_id"]) == ("gpt2", "gpt-2", 63)
+    assert keys["tokens"][61:] == ['!"', "#$", "<|endoftext|>"] and keys["merges"] == ['! "', "# $"]
+
+
+def test_openais_checkpoint_into_the_books_class():
+    ch04 = pytest.importorskip("llms_from_scratch.ch04")
+    cfg = {"vocab_size": 64, "context_length": 24, "emb_dim": 8, "n_heads": 2, "n_layers": 2}
+    ids, wanted = prompt(64, 24), reference(OPENAI)(prompt(64, 24))
+    for name in ("GPTModel", "GPTModelFast"):
+        model = getattr(ch04, name)(cfg | {"drop_rate": 0.1, "qkv_bias": True}).eval()
+        with torch.no_grad():
+            assert off(model(ids), wanted) > 100 * TOLERANCE
+            assert not convert.load_into(model, OPENAI).missing_keys
+            assert off(model(ids), wanted) < TOLERANCE
+
+
+def test_what_is_wrong_with_openais_checkpoint_is_said_once_for_all_layers(tmp_path):
+    shutil.copytree(OPENAI, tmp_path / "o")
+    hparams = json.loads((OPENAI / "hparams.json").read_text())
+    (tmp_path / "o" / "hparams.json").write_text(json.dumps(hparams | {"n_layer": 1}))
+    with pytest.raises(ConvertError) as error:
+        convert.convert_checkpoint(tmp_path / "o", tmp_path / "out", to="hf", tokenizer=False)
+    assert len(error.value.problems) == 12 and "'model/h1/attn/c_attn/w'" in str(error.value)
+    (tmp_path / "o" / "hparams.json").write_text(json.dumps(hparams | {"n_layer": 4}))
+    with pytest.raises(ConvertError, match=r"'model/h\{2-3\}/attn/c_attn/w' is missing") as error:
+        convert.convert_checkpoint(tmp_path / "o", tmp_path / "out", to="hf", tokenizer=False)
+    assert len(error.value.problems) == 12
 
 
 # ---- llama.cpp -------------------------------------------------------------------------------------------------
