@@ -24,6 +24,7 @@ from convert.layout import Dims
 from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
 from convert.opening import find_config, hub_config
+from convert.other_heads import refuse_other_heads, refuse_other_models
 from convert.source import FilePool, Source
 from convert.table import LAYOUTS, MappingTable
 
@@ -204,6 +205,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     refuse_special(tensors, raw)
     family = chosen.family or (stated_family(raw) if config_layout == "scratch" else None)
     tables = candidates(raw, format=found.format, family=family, table=table, names=tensors)
+    refuse_other_heads(tables, tensors)
     tensors = _aliased(_common_first_parts(tensors, tables, notes), tables, notes)
     table, layout = detect(
         tensors,
@@ -213,6 +215,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
         layout=chosen.layout or ("scratch" if table is not None and table.names_file else None),
         table=table,
     )
+    refuse_other_models(table, layout, tensors, raw, folder=found.folder, tie=chosen.tie)
     config, raw = hub_config(table, layout, raw, config_layout, chosen, record, tensors, containers, notes)
     pairing = "interleaved" if chosen.qk_layout == "meta" else table.convention_of(chosen.qk_layout or layout, "rope")
     if chosen.qk_layout:

@@ -11,7 +11,6 @@ from typing import Any
 from convert.adapters import refuse_adapters
 from convert.errors import ConvertError, Problem
 from convert.names import class_tables
-from convert.other_heads import refuse_other_heads
 from convert.relatives import advice
 from convert.report import fold_names
 from convert.table import MappingTable, families, heads, load_table
@@ -205,9 +204,8 @@ def _unknown(what: str, near: str | None = None) -> ConvertError:
 
 
 def refuse_special(names: Collection[str], config: Mapping[str, Any] | None) -> None:
-    """Adapters and packed weights are no plain numbers, other heads no language models; named before any work."""
+    """Adapters and packed weights are no plain numbers; they are named before any work."""
     refuse_adapters(names)
-    refuse_other_heads(names)
     scheme = next(((n, what) for n in names for end, what in PACKED.items() if n.endswith(end)), None)
     declared = (config or {}).get("quantization_config") or (config or {}).get("quantization_args")
     if scheme or declared:
