@@ -102,6 +102,15 @@ def rope_extras(config: Config) -> Config:
     sections = config.get("mrope_section")
     if isinstance(sections, list) and len(sections) == 4 and sections[3] == 0:
         config["mrope_section"] = sections[:3]
+    elif isinstance(sections, list) and len(sections) != 3:
+        raise ConvertError(
+            Problem(
+                "rope",
+                f"mrope_section has {len(sections)} numbers, not one each for time, height and width.",
+                found=sections,
+                wanted=3,
+            )
+        )
     return config
 
 
