@@ -208,6 +208,25 @@ def widths_from_layers(config: Config) -> Config:
     return out
 
 
+def kv_sharing(config: Config) -> Config:
+    """Stop unless every layer without keys and values of its own has one of its kind before it that has."""
+    kinds, shared = config.get("layer_types"), config.get("num_kv_shared_layers")
+    if not isinstance(kinds, list) or type(shared) is not int or shared == 0:
+        return config
+    first = len(kinds) - shared
+    if shared < 0 or first < 1 or not set(map(str, kinds[first:])) <= set(map(str, kinds[:first])):
+        raise ConvertError(
+            Problem(
+                "config",
+                f"num_kv_shared_layers = {shared} of {len(kinds)} layers: some of these have no layer of their kind "
+                "before them whose keys and values they could share.",
+                found=shared,
+                wanted=kinds,
+            )
+        )
+    return config
+
+
 def kv_donor(kinds: Any, shared: Any, layer: int) -> int:
     """The layer whose keys and values ``layer`` attends to: itself, or the last of its kind that has some of its own.
 
@@ -258,4 +277,5 @@ NORMALISERS: dict[str, Normaliser] = {
     "num_experts": num_experts,
     "heads_from_layers": heads_from_layers,
     "widths_from_layers": widths_from_layers,
+    "kv_sharing": kv_sharing,
 }

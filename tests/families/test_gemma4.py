@@ -169,6 +169,20 @@ def test_per_layer_config_and_what_it_replaces():
         configs.to_hub(table, "hf", new | {"global_head_dim": 64})
 
 
+@pytest.mark.parametrize("shared", [7, 9, -1, 5])
+def test_sharing_without_anything_to_share_stops(shared):
+    raw = transformers.Gemma4TextConfig(**SIZES).to_dict() | {"num_kv_shared_layers": shared}
+    with pytest.raises(ConvertError, match="num_kv_shared_layers"):
+        configs.to_hub(load_table("gemma4"), "hf", raw)
+
+
+@pytest.mark.parametrize("widths", [[96] * 6 + [100], [96, 192] * 3 + [96], [192] * 3 + [96] * 4])
+def test_widths_that_no_config_says_stop(widths):
+    raw = {"general.architecture": "gemma4", "gemma4.feed_forward_length": widths, "gemma4.block_count": 7}
+    with pytest.raises(ConvertError, match="layers of the widths"):
+        configs.to_hub(load_table("gemma4"), "gguf", raw | {"gemma4.attention.shared_kv_layers": 3})
+
+
 def test_the_books_dict():
     table = load_table("gemma4")
     raw = keys("gemma4")["scratch/gemma4_e2b_like"]["config"]
