@@ -16,7 +16,9 @@ from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-CONFIG_NAMES = ("config.json", "params.json", "scratch_config.json", "hparams.json")
+CONFIG_NAMES = ("config.json", "params.json", "scratch_config.json")
+#: Beside OpenAI's TensorFlow checkpoint; other programs write files of that name, so it counts nowhere else.
+_HPARAMS = "hparams.json"
 RECORD_NAME = "conversion.json"
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".index")
 #: What trainers leave beside weights.
@@ -63,7 +65,8 @@ def locate(src: Path) -> Found:
         raise UsageError(f"{src} is a pipe, socket or device, not a file.", hint="Give a checkpoint folder or file.")
     found = _from_folder(src) if src.is_dir() else _from_file(src)
     if found.config is None:
-        found.config = next((found.folder / n for n in CONFIG_NAMES if (found.folder / n).is_file()), None)
+        names = (_HPARAMS, *CONFIG_NAMES) if found.format == "tensorflow" else CONFIG_NAMES
+        found.config = next((found.folder / n for n in names if (found.folder / n).is_file()), None)
     beside = found.folder / RECORD_NAME
     if src.is_file():
         own = src.with_name(src.name + "." + RECORD_NAME)

@@ -86,6 +86,10 @@ def hub_config(
     full = shapes_of(table, layout, {n: s for n, s in tensors.items() if len(s) == parts})
     if options.size:
         published = configs.published(table, options.size)
+        # What the tensors tell, a size need not: the book's own models lack biases that the published ones have.
+        published = {
+            k: v for k, v in published.items() if k not in table.presence or k in table.sizes[options.size.lower()]
+        }
     recorded = record.get("config") if isinstance(record.get("config"), dict) else None
     if raw is not None and config_layout is not None:
         hub = configs.to_hub(table, config_layout, raw, recorded)

@@ -240,3 +240,11 @@ def test_an_index_file_without_data_beside_it_is_of_no_matter(tmp_path):
     with pytest.raises(ConvertError, match="2 candidate sets"):
         locate(tmp_path)
     assert locate(tmp_path / "model.ckpt").format == "tensorflow"
+
+
+def test_hparams_count_beside_a_tensorflow_checkpoint_only(tmp_path):
+    make_hf(tmp_path, "gqa8")
+    (tmp_path / "config.json").rename(tmp_path / "hparams.json")
+    assert locate(tmp_path).config is None
+    data = Path(__file__).parent / "data" / "openai"
+    assert locate(data).config == data / "hparams.json"

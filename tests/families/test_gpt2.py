@@ -330,6 +330,20 @@ def test_a_model_of_the_books_training_config(tmp_path):
         assert name.endswith("mask") or torch.equal(back[name], value), name
 
 
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_published_size_fills_what_no_config_says(tmp_path, biases):
+    """A bare ``.pth`` of the book: biases follow from its tensors; positions can be stated."""
+    table = load_table("gpt2")
+    hub = configs.published(table, "gpt2-124m") | {"qkv_bias": biases, "max_position_embeddings": 256}
+    layers = golden.shapes("gpt2", "scratch", hub)
+    torch.save({k: torch.zeros(1).expand(v) for k, v in layers.items()}, tmp_path / "gpt2-small.pth")
+    with open_checkpoint(tmp_path / "gpt2-small.pth", size="gpt2-124M", context=256) as opened:
+        assert opened.config["qkv_bias"] is biases and not opened.match.problems
+    with open_checkpoint(tmp_path / "gpt2-small.pth", size="gpt2-124m") as opened:
+        (problem,) = opened.match.problems
+        assert problem.tensor == "pos_emb.weight" and "max_position_embeddings = 256" in str(problem.hint)
+
+
 def test_heads_that_have_diverged(made, tmp_path):
     scratch = converted(made.path, tmp_path, "scratch")
     state = read(scratch)
