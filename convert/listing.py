@@ -67,7 +67,8 @@ def _remarks(table: MappingTable, row: TensorRow) -> str:
     if row.rope is not None:
         orders = {table.convention_of(x, "rope") for x in row.names}
         what = "reordered between layouts" if len(orders) > 1 else "in the same order everywhere"
-        parts.append(f"rows are rotary pairs of {row.rope.text} heads, {what}")
+        part = f", the first {row.rotary.text} of each" if row.rotary is not None else ""
+        parts.append(f"rows are rotary pairs of {row.rope.text} heads{part}, {what}")
     if row.tied_to:
         parts.append(f"equal to {row.tied_to} in a tied model")
     return "".join(f"; {p}" for p in parts)

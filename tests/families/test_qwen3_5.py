@@ -499,6 +499,32 @@ def test_a_gguf_file_with_a_layer_that_predicts_further_tokens(tmp_path, flags):
     assert (convert.verify(made.path, tmp_path / "back", device="cpu").verdict == "pass") != flags
 
 
+def test_layers_of_a_kind_that_there_is_not(tmp_path, made):
+    copied = make(tmp_path / "hf")
+    config = json.loads((copied.path / "config.json").read_text())
+    (copied.path / "config.json").write_text(json.dumps(config | {"layer_types": ["sliding_attention", *KINDS[1:]]}))
+    with pytest.raises(ConvertError, match=r"layers\.0\.linear_attn"):
+        convert.convert_checkpoint(copied.path, tmp_path / "s", to="scratch")
+
+
+def test_a_module_is_filled_and_saved(tmp_path, made):
+    with open_checkpoint(made.path) as opened:
+        model = build_reference(opened.config)
+    report = convert.load_into(model, made.path)
+    assert not report.missing_keys and not report.unexpected_keys
+    with torch.no_grad():
+        assert off(model(prompt(SMALL["vocab_size"])), made.logits) < TOLERANCE
+    convert.convert_checkpoint(made.path, tmp_path / "m.gguf", to="gguf", type="f32", tokenizer=False)
+    other = build_reference(
+        configs.to_hub(load_table(FAMILY), "hf", json.loads((made.path / "config.json").read_text()))
+    )
+    convert.load_into(other, tmp_path / "m.gguf")
+    out = "trf_blocks.1.token_mixer.out_proj.weight"
+    assert torch.equal(other.state_dict()[out], model.state_dict()[out])
+    convert.save_model(model, tmp_path / "back", layout="hf", config=made.path / "config.json")
+    same(read(tmp_path / "back"), read(made.path))
+
+
 def test_what_inspect_says(made):
     with open_checkpoint(made.path) as opened:
         found = inspect(opened)
