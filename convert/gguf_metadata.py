@@ -113,6 +113,7 @@ def tokenizer_keys(source: Checkpoint, request: Request, notes: list[str]) -> di
         return None
     from convert.tokenizer.source import read_tokenizer
     from convert.tokenizer.to_gguf import gguf_metadata
+    from convert.tokenizer.tokenizer import SENTENCEPIECE
 
     path = Path(request.tokenizer_path or source.folder)
     if not path.exists():
@@ -126,6 +127,7 @@ def tokenizer_keys(source: Checkpoint, request: Request, notes: list[str]) -> di
         config=config,
         generation_config=generation_config(source, notes),
         pre=pre,
+        model=source.table.gguf_tokenizer if tokenizer.kind == SENTENCEPIECE else None,
     )
     notes += tokenizer.notes
     return keys
@@ -188,6 +190,8 @@ def _own_name(plan: ConversionPlan) -> str | None:
     stated = plan.config.get("_name_or_path")
     if isinstance(stated, str) and stated:
         return stated.rstrip("/").rpartition("/")[2] or None
+    if plan.source.format == "module":  # in memory; called as its caller calls the output
+        return plan.source.path.parent.name or None
     folder = plan.source.folder.absolute()
     if folder.parent.name == "snapshots":  # a hub cache: models--OWNER--NAME/snapshots/COMMIT
         return folder.parent.parent.name.rpartition("--")[2] or None

@@ -120,8 +120,12 @@ def _usual(table: MappingTable) -> set[str]:
     if not table.sizes:
         return always
     dims = Dims(table, configs.published(table, next(iter(table.sizes))))
-    layers = range(dims.n_layers)
-    return always | {r.id for r in rows if r.in_block and any(all(dims.value(w, i) for w in r.when) for i in layers)}
+
+    def somewhere(row: TensorRow) -> bool:
+        places = range(dims.n_layers) if row.in_block else (None,)
+        return any(all(dims.value(w, layer) for w in row.when) for layer in places)
+
+    return always | {row.id for row in rows if somewhere(row)}
 
 
 def _rows(rows: list[TensorRow], section: str, known: Mapping[str, str], usual: Collection[str]) -> Iterator[str]:
