@@ -58,6 +58,7 @@ class MappingTable:
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
     gguf_arch: str | None
+    gguf_tokenizer: str | None
     reference: str | None
     layouts: tuple[str, ...]
     dims: Mapping[str, tuple[Expr, ...]]
@@ -143,6 +144,7 @@ def build(raw: Mapping[str, Any], source: str, *, names_file: str | None = None)
         model_types=tuple(raw.get("model_types", ())),
         architectures=tuple(raw.get("architectures", ())),
         gguf_arch=raw.get("gguf_arch"),
+        gguf_tokenizer=raw.get("gguf_tokenizer"),
         reference=raw.get("reference"),
         layouts=layouts,
         dims=dims,

@@ -19,6 +19,7 @@ _TOP_KEYS = frozenset(
         "model_types",
         "architectures",
         "gguf_arch",
+        "gguf_tokenizer",
         "reference",
         "layouts",
         "extends",

@@ -7,7 +7,7 @@ from typing import Any
 
 from convert.errors import TableError
 
-_TEXTS = ("family", "title", "extends", "gguf_arch", "reference")
+_TEXTS = ("family", "title", "extends", "gguf_arch", "gguf_tokenizer", "reference")
 _LISTS_OF_TEXTS = ("model_types", "architectures", "layouts", "normalise", "anew")
 _MAPS = (
     "dims",

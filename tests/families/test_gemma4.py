@@ -29,6 +29,7 @@ from tests.families.mixed import LENGTH, Tiny, off, prompt
 from tests.gguf_files import keys as gguf_keys
 from tests.gguf_files import tensors as gguf_tensors
 from tests.reference.models import one_thread  # noqa: F401
+from tests.tokenizer import trained
 
 transformers = pytest.importorskip("transformers")
 
@@ -321,6 +322,26 @@ def test_gguf_and_back_is_bit_equal(tmp_path, made, stored):
     was, now = (json.loads((p / "config.json").read_text()) for p in (source, tmp_path / "back"))
     for key in (*SIZES, "rope_parameters", "tie_word_embeddings"):
         assert key == "global_head_dim" or now[key] == was[key], key
+
+
+def test_a_sentencepiece_tokenizer_goes_along_as_the_kind_that_llama_cpp_has_for_it(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = make(tmp_path / "hf", vocab_size=900, vocab_size_per_layer_input=900)
+    text = (Path(__file__).parents[1] / "data" / "multilingual.txt").read_text(encoding="utf-8")
+    trained.byte_fallback(text, style="bare").save(str(made.path / "tokenizer.json"))
+    (made.path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    convert.convert_checkpoint(made.path, tmp_path / "m.gguf", to="gguf", type="f32")
+    assert gguf_keys(tmp_path / "m.gguf")["tokenizer.ggml.model"] == ("STRING", "gemma4")
+    convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "back", to="hf")
+    old, new = (tokenizers.Tokenizer.from_file(str(p / "tokenizer.json")) for p in (made.path, tmp_path / "back"))
+    for line in text.splitlines():
+        assert new.encode(line, add_special_tokens=False).ids == old.encode(line, add_special_tokens=False).ids
+    pytest.importorskip("xllamacpp")
+    from convert.engines.llama_cpp import logprobs
+
+    ids = old.encode(text).ids[:100]
+    wanted = made.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1).detach()
+    assert off(torch.from_numpy(logprobs(tmp_path / "m.gguf", [ids], threads=1)[0]), wanted) < 2e-2
 
 
 @pytest.mark.parametrize("name", ["e2b", "e4b", "k_eq_v"])
