@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from convert.dtypes import DTYPES
+from convert.errors import ConvertError, Problem
 from convert.expr import Expr
 from convert.layout import Dims, Key
 from convert.match import values
@@ -104,6 +105,11 @@ def _operation(spec: Any, *, inverse: bool) -> Any:
 
     def apply(source: Source, dims: Dims, layer: int | None) -> Source:
         arguments = {k: int(dims.value(Expr(v, spec["op"]), layer)) for k, v in spec.items() if k != "op"}
-        return function(source, **arguments)
+        try:
+            return function(source, **arguments)
+        except ValueError as error:
+            raise ConvertError(
+                Problem("shape", f"the config does not go with the tensors ({spec['op']}): {error}.", found=arguments)
+            ) from None
 
     return apply

@@ -67,6 +67,12 @@ def check_table(table: MappingTable) -> None:
                         f"{source}: {row.id}: to.{layout}: {operation.get('op')!r} is no operation.",
                         hint=f"Operations: {', '.join(OPERATIONS)}.",
                     )
+                its, given = OPERATIONS[operation["op"]], set(operation) - {"op"}
+                if wrong := sorted((its.needs - given) | (given - its.needs - its.takes)):
+                    raise TableError(
+                        f"{source}: {row.id}: to.{layout}: {operation['op']} and {wrong[0]!r}: it needs "
+                        f"{sorted(its.needs) or 'nothing'} and may have {sorted(its.takes) or 'nothing'} besides.",
+                    )
     for name in table.normalise:
         if name not in NORMALISERS:
             raise TableError(

@@ -248,12 +248,15 @@ class ColumnsRegrouped(Source):
 class Operation:
     """A named, invertible operation of a table row: from the hub layout to another one, and back.
 
-    One that is not ``exact`` computes in float32, and comes back within its rounding.
+    One that is not ``exact`` computes in float32, and comes back within its rounding. ``needs`` are the arguments that
+    a row must give, ``takes`` those that it may.
     """
 
     forward: Callable[..., Source]
     inverse: Callable[..., Source]
     exact: bool = True
+    needs: frozenset[str] = frozenset()
+    takes: frozenset[str] = frozenset()
 
 
 def _negative_exponential(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -266,21 +269,21 @@ def _log_of_negative(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _regroup(source: Source, *, groups: int, per_group: int, head: int, start: int = 0) -> Source:
-    if 1 in (groups, per_group):  # nothing moves, and rows stay runs of bytes
-        return source
-    return HeadsRegrouped(source, first=start, outer=groups, inner=per_group, head=head)
+    dealt = HeadsRegrouped(source, first=start, outer=groups, inner=per_group, head=head)
+    return source if 1 in (groups, per_group) else dealt  # nothing moves, and rows stay runs of bytes
 
 
 def _regroup_columns(source: Source, *, groups: int, per_group: int, head: int) -> Source:
-    if 1 in (groups, per_group):
-        return source
-    return ColumnsRegrouped(source, outer=groups, inner=per_group, head=head)
+    dealt = ColumnsRegrouped(source, outer=groups, inner=per_group, head=head)
+    return source if 1 in (groups, per_group) else dealt
 
 
 def _back(function: Callable[..., Source]) -> Callable[..., Source]:
     """The inverse of a regrouping: the same with the counts exchanged."""
     return lambda source, *, groups, per_group, **more: function(source, groups=per_group, per_group=groups, **more)
 
+
+_GROUPS = frozenset({"groups", "per_group", "head"})
 
 #: What ``to.<layout> = [{ op = … }]`` may name.
 OPERATIONS: dict[str, Operation] = {
@@ -295,9 +298,9 @@ OPERATIONS: dict[str, Operation] = {
         lambda s: Reshaped(s, (s.shape[0], 1, *s.shape[1:])),
     ),
     # Value heads grouped by key head in the hub, dealt out in turn there (rows).
-    "tile_heads": Operation(_regroup, _back(_regroup)),
+    "tile_heads": Operation(_regroup, _back(_regroup), needs=_GROUPS, takes=frozenset({"start"})),
     # The same on columns.
-    "tile_columns": Operation(_regroup_columns, _back(_regroup_columns)),
+    "tile_columns": Operation(_regroup_columns, _back(_regroup_columns), needs=_GROUPS),
 }
 
 

@@ -86,6 +86,11 @@ def test_heads_that_do_not_fill_the_rows_are_named():
         OPERATIONS["tile_columns"].forward(Held(numbers(2, 13)), groups=2, per_group=3, head=2)
 
 
+def test_counts_that_do_not_go_with_the_rows_are_seen_also_where_nothing_moves():
+    with pytest.raises(ValueError, match="6 rows are not 0 \\+ 4 x 1 x 1"):
+        OPERATIONS["tile_heads"].inverse(Held(numbers(6, 2)), groups=1, per_group=4, head=1)
+
+
 def test_decay_rates_come_back_within_the_rounding_of_float32():
     log = np.random.default_rng(0).uniform(-6, 4, 1000).astype(np.float32)
     stored = OPERATIONS["neg_exp"].forward(Held(log))
