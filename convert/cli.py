@@ -1,7 +1,7 @@
 """The command line: parse, call one function, map errors to exit codes. The only printing is here and in commands/.
 
-Exit codes: 0 good, 1 findings or failure, 2 usage (also the wrong command for a source), 3 weak verification, 130 and
-143 for SIGINT and SIGTERM.
+Exit codes: 0 good, 1 findings or failure, 2 usage (also the wrong command for a source), 3 weak verification, 129, 130
+and 143 for SIGHUP, SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -49,7 +50,15 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived."""
+    """A signal arrived that ends the process.
+
+    Attributes:
+        number: Which one.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(number)
 
 
 class LazyGroup(click.Group):
@@ -103,7 +112,7 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
-    previous = _on_sigterm()
+    previous = _on_signals()
     try:
         result = group.main(args, prog_name="convert", standalone_mode=False)
         return int(result) if isinstance(result, int) else 0
@@ -118,27 +127,36 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted; nothing was left behind.", err=True)
         return 130
-    except Terminated:
-        click.echo("Terminated; nothing was left behind.", err=True)
-        return 143
+    except Terminated as stop:
+        with suppress(OSError):  # after a hang-up there may be nobody to tell
+            click.echo("Terminated; nothing was left behind.", err=True)
+        return 128 + stop.number
     except BrokenPipeError:
         _silence_stdout()
         return 1
     except Exception as error:
         return _unexpected(error, debug)
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _on_sigterm() -> Any:
-    def stop(*_: Any) -> None:
-        raise Terminated
+def _on_signals() -> dict[int, Any]:
+    """Let the signals that end a process unwind it; returns what handled them before."""
 
-    try:
-        return signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        return None
+    def stop(number: int, _: Any) -> None:
+        raise Terminated(number)
+
+    previous: dict[int, Any] = {}
+    for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+        number = getattr(signal, name, None)
+        if number is None or signal.getsignal(number) in (signal.SIG_IGN, None):  # as nohup asks
+            continue
+        try:
+            previous[number] = signal.signal(number, stop)
+        except ValueError:  # not in the main thread
+            break
+    return previous
 
 
 def _show(error: ConvertError, debug: bool) -> None:

@@ -201,7 +201,7 @@ def test_always_passes_on_a_good_conversion(hf, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["verify"]["verdict"] == "pass"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("target", ["scratch", "meta"])
 def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target):
     child = subprocess.Popen(
@@ -223,6 +223,19 @@ def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target)
     assert child.returncode == code, err
     assert "nothing was left behind" in err and "Traceback" not in err and out == ""
     assert not list(tmp_path.iterdir())
+
+
+def test_a_hangup_that_the_caller_ignores_is_ignored(hf, tmp_path):
+    """As under nohup: the conversion goes on."""
+    out = tmp_path / "out"
+    command = ["nohup", sys.executable, "-c", SLOW, "hf-to-scratch", str(hf), str(out)]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
+    for _ in range(400):
+        if out.with_name("out.partial").exists():
+            break
+        time.sleep(0.02)
+    child.send_signal(signal.SIGHUP)
+    assert child.wait(30) == 0 and (out / "conversion.json").is_file()
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
