@@ -102,6 +102,11 @@ def hub(folder: Path) -> dict[str, Any]:
     return configs.to_hub(load_table("gemma4"), "hf", json.loads((folder / "config.json").read_text()))
 
 
+def book(folder: Path) -> dict[str, Any]:
+    written = configs.to_scratch(load_table("gemma4"), hub(folder), "F32")
+    return {k: v for k, v in written.items() if k not in ("family", "layout", "class")}
+
+
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def variant(request, tmp_path_factory) -> Tiny:
     return make(tmp_path_factory.mktemp(request.param), **VARIANTS[request.param])
@@ -433,6 +438,12 @@ def test_modules_are_filled(tmp_path, made, stored):
     with torch.no_grad():
         assert off(module(ids), made.logits) < 1e-4
         assert off(theirs(ids).logits, made.logits) == 0.0
+        # and back: the scalars, which are no parameters, are saved; what the class has for layers that share stays
+        convert.save_model(module, tmp_path / "saved", layout="hf", config=book(source))
+        saved, state = (load_file(p / "model.safetensors") for p in (tmp_path / "saved", source))
+        assert len(saved) == 116 + 9 and all(torch.equal(saved[k], state[k]) for k in state)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert off(again(ids).logits, made.logits) == 0.0
         module.blocks[3].layer_scalar.fill_(1.0)
         assert off(module(ids), made.logits) > 1e-2
 
