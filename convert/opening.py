@@ -17,6 +17,7 @@ from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import with_scaling
 from convert.locate import CONFIG_NAMES, Found
 from convert.table import MappingTable, families, load_table
+from convert.unstated import states_theta
 
 if TYPE_CHECKING:
     from convert.checkpoint import Options
@@ -95,6 +96,8 @@ def hub_config(
         hub = configs.to_hub(table, config_layout, raw, recorded)
         if options.size:
             hub = {**published, **hub}
+            if table.has_rope and not states_theta(table, raw):  # a size says more than a default
+                hub = configs.with_rope(hub, published["rope_parameters"])
     elif options.size:
         hub = published
         notes.append(f"config taken from the published size {options.size}")

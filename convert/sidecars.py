@@ -16,6 +16,7 @@ from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Entry
 from convert.plan import ConversionPlan
 from convert.record import dump, record, stated_keys
+from convert.unstated import note_context, note_theta
 
 
 def add_sidecars(plan: ConversionPlan) -> None:
@@ -26,8 +27,9 @@ def add_sidecars(plan: ConversionPlan) -> None:
     """
     dtype = _common_type(plan)
     target = plan.request.target
+    note_theta(plan)
     if target == "gguf":  # the rest lies inside the file, :mod:`convert.gguf_plan`
-        _note_context(plan)
+        note_context(plan)
         return
     ids = _tokenizer(plan)
     if target == "hf":
@@ -40,7 +42,7 @@ def add_sidecars(plan: ConversionPlan) -> None:
             plan.sidecars["generation_config.json"] = dump(_generation(config, source_generation(plan)))
         if len(plan.files) > 1:
             plan.sidecars["model.safetensors.index.json"] = dump(_index(plan))
-        _note_context(plan)
+        note_context(plan)
     elif target == "meta":
         plan.sidecars["params.json"] = dump(configs.to_meta(plan.table, plan.config))
         _note_flag(plan)
@@ -57,26 +59,8 @@ def add_sidecars(plan: ConversionPlan) -> None:
             config |= {"names": plan.table.names_file, "class": None}
         plan.sidecars["scratch_config.json"] = dump(config)
         plan.config |= {k: v for k, v in ids.items() if plan.config.get(k) is None}
-        _note_context(plan)
+        note_context(plan)
     plan.sidecars["conversion.json"] = dump(record(plan))
-
-
-def _note_context(plan: ConversionPlan) -> None:
-    stated = plan.source.raw_config
-    known = {
-        row.names.get(plan.source.layout, row.key)
-        for row in plan.table.config.values()
-        if row.key == "max_position_embeddings"
-    }
-    recorded = plan.source.record.get("config", {})
-    arch = plan.table.gguf_arch or ""
-    said = any((k or "").replace("{arch}", arch) in stated for k in known) or "max_position_embeddings" in recorded
-    if said or plan.source.options.context is not None or plan.source.options.size is not None:
-        return
-    plan.notes.append(
-        "the source does not say how many positions it was made for; "
-        f"{plan.config['max_position_embeddings']} is assumed (--context N states it)"
-    )
 
 
 def _note_flag(plan: ConversionPlan) -> None:

@@ -311,6 +311,32 @@ def test_positions_that_no_config_states_are_assumed_and_said(tmp_path, theta, p
     assert not any("is assumed" in note for note in stated.notes)
 
 
+@pytest.mark.parametrize(("make", "name"), [(make_hf, "config.json"), (make_scratch, "scratch_config.json")])
+def test_a_base_that_no_config_states_is_assumed_and_said(tmp_path, make, name):
+    made = make(tmp_path / "m", "gqa8")
+    place = made.path / name
+    config = json.loads(place.read_text())
+    assert not any("is assumed" in note for note in plan(made.path, "gguf", tokenizer=False).notes)  # the control
+    bare = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_parameters", "rope_base", "rope_scaling")}
+    place.write_text(json.dumps(bare))
+    for target in ("meta", "gguf"):
+        assert any("rope_theta); 10000" in note for note in plan(made.path, target, tokenizer=False).notes)
+    if make is make_scratch:  # the book's Llama2Model has it hard-wired
+        place.write_text(json.dumps(bare | {"class": "Llama2Model"}))
+        assert not any("rope_theta" in note for note in plan(made.path, "hf").notes)
+
+
+def test_a_size_states_the_base_that_a_config_does_not(tmp_path):
+    made = make_scratch(tmp_path / "m", "gqa8")
+    place = made.path / "scratch_config.json"
+    config = {k: v for k, v in json.loads(place.read_text()).items() if k not in ("rope_base", "rope_freq")}
+    place.write_text(json.dumps(config))
+    found = plan(made.path, "hf", size="llama3-8b")
+    assert found.config["rope_theta"] == 500000 and not any("rope_theta" in note for note in found.notes)
+    place.write_text(json.dumps(config | {"rope_base": 777.0}))
+    assert plan(made.path, "hf", size="llama3-8b").config["rope_theta"] == 777  # the control: what is stated counts
+
+
 def test_a_gguf_file_that_states_no_context(tmp_path):
     path = make_gguf(tmp_path / "m.gguf", "gqa8").path
     data = path.read_bytes()
