@@ -288,6 +288,20 @@ def test_gguf_and_back(tmp_path, made):
         assert config[key] == wanted[key], key
 
 
+def test_bfloat16_to_gguf_and_back_is_bit_equal(tmp_path, plain):
+    """A bfloat16 norm plus one fits float32 (from 2^-16 on): nothing is lost where bfloat16 is asked for again."""
+    state = {k: v.bfloat16() for k, v in load_file(plain.path / "model.safetensors").items()}
+    state = {k: v.masked_fill(v.abs() < 2.0**-16, 0.25) if "norm" in k else v for k, v in state.items()}
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(state, source / "model.safetensors")
+    (source / "config.json").write_text((plain.path / "config.json").read_text())
+    convert.convert_checkpoint(source, tmp_path / "m.gguf", to="gguf", tokenizer=False)
+    convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "back", to="hf", dtype="bf16", tokenizer=False)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == state.keys() and all(torch.equal(back[k], state[k]) for k in state)
+
+
 def test_a_gguf_file_from_elsewhere_is_understood(tmp_path, made):
     """Without our record: the period, both bases and the scalar follow from GGUF's own keys and llama.cpp's rules."""
     convert.convert_checkpoint(made.path, tmp_path / "m.gguf", to="gguf", type="f32", tokenizer=False)
