@@ -25,6 +25,7 @@ from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
 from convert.opening import find_config, hub_config
 from convert.other_heads import refuse_other_heads, refuse_other_models
+from convert.record import is_of
 from convert.source import FilePool, Source
 from convert.table import LAYOUTS, MappingTable
 
@@ -197,7 +198,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     if found.format == "safetensors":
         tensors = _strip(tensors, notes)
     raw, config_layout = find_config(found, containers, chosen, wrapped)
-    record = (record_of(containers[0].metadata) if found.format == "gguf" else {}) or _record(found)
+    record = (record_of(containers[0].metadata) if found.format == "gguf" else {}) or _record(found, containers, notes)
     record = {k: v for k, v in record.items() if k not in ("source", "target", "config") or isinstance(v, dict)}
     table = _names_table(chosen, record, notes)
     if table is not None and chosen.family and chosen.family != table.family:
@@ -337,11 +338,17 @@ def _aliased(
     return tensors
 
 
-def _record(found: Found) -> dict[str, Any]:
+def _record(found: Found, containers: list[Container], notes: list[str]) -> dict[str, Any]:
+    """What an earlier conversion wrote beside the weights; one of other weights says nothing of these."""
     if found.record is None:
         return {}
     raw = configs.read_json(found.record)
-    return raw if isinstance(raw, dict) and str(raw.get("schema", "")).startswith("convert.record/") else {}
+    if not isinstance(raw, dict) or not str(raw.get("schema", "")).startswith("convert.record/"):
+        return {}
+    if is_of(raw, (f for c in containers for f in c.files)):
+        return raw
+    notes.append(f"{found.record.name} was passed over: the files that it tells of have other sizes than these")
+    return {}
 
 
 def _common_type(tensors: Mapping[str, list[TensorSpec]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,19 @@ def record(plan: ConversionPlan) -> dict[str, Any]:
         "notes": plan.notes,
         "config": carried(plan.config, stated_keys(source)),
     }
+
+
+def is_of(record: Mapping[str, Any], files: Iterable[Path]) -> bool:
+    """Whether a record was written with these weight files: as many, of the same sizes.
+
+    Names do not count, since files are renamed and copied. A record that lists no files counts as theirs.
+    """
+    target = record.get("target")
+    listed = target.get("files") if isinstance(target, Mapping) else None
+    if listed is None:
+        return True
+    sizes = [f.get("bytes") if isinstance(f, Mapping) else None for f in listed] if isinstance(listed, list) else [None]
+    return sorted(map(str, sizes)) == sorted(str(f.stat().st_size) for f in files)
 
 
 def stated_keys(source: Checkpoint) -> dict[str, Any] | None:

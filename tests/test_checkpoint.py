@@ -318,6 +318,38 @@ def test_a_foreign_record_is_not_read(tmp_path):
             assert opened.record == {} and opened.config["hidden_size"] == 64
 
 
+def test_a_record_of_other_weights_is_passed_over(tmp_path):
+    """Sizes and their number decide; names do not."""
+    made = make_hf(tmp_path / "m", "gqa8", scaling=8)
+    convert.convert_checkpoint(made.path, tmp_path / "meta", to="meta")
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "meta", copy)
+    (copy / "consolidated.00.pth").rename(copy / "renamed.pth")
+    with open_checkpoint(copy / "renamed.pth") as opened:  # the control
+        assert opened.record and opened.config["rope_parameters"]["factor"] == 8
+        assert opened.config["max_position_embeddings"] == made.shape.context
+    other = make_meta(tmp_path / "other", "gqa8", dtype="bfloat16").path
+    shutil.copy(tmp_path / "meta" / "conversion.json", other)
+    with open_checkpoint(other) as opened:
+        assert opened.record == {} and opened.config["rope_parameters"]["rope_type"] == "default"
+        assert opened.config["max_position_embeddings"] != made.shape.context
+        assert any("conversion.json was passed over" in note for note in opened.notes)
+    two = tmp_path / "two"
+    convert.convert_checkpoint(made.path, two, to="meta", model_parallel=2)
+    shutil.copy(tmp_path / "meta" / "conversion.json", two)
+    with open_checkpoint(two) as opened:
+        assert opened.record == {}
+
+
+def test_the_record_inside_a_gguf_file_is_its_own(tmp_path):
+    made = make_hf(tmp_path / "m", "gqa8")
+    convert.convert_checkpoint(made.path, tmp_path / "a.gguf", to="gguf", tokenizer=False)
+    convert.convert_checkpoint(made.path, tmp_path / "b.gguf", to="gguf", tokenizer=False, type="f16")
+    shutil.copy(tmp_path / "b.gguf.conversion.json", tmp_path / "a.gguf.conversion.json")
+    with open_checkpoint(tmp_path / "a.gguf") as opened:
+        assert opened.record["config"] and not any("passed over" in note for note in opened.notes)
+
+
 # --- in a notebook ----------------------------------------------------------------------------------------------------
 
 
