@@ -91,6 +91,11 @@ class Dims:
         except MissingName:
             return default
 
+    def turning(self, size: str = "hd") -> int:
+        """How many rows turn of a head of ``size`` (a dim), where a config says which part of it does."""
+        part = self.config.get("partial_rotary_factor", 1) if "rope_extras" in self.table.normalise else 1
+        return int(self[size] * part)
+
     @property
     def n_layers(self) -> int:
         """The number of layers."""

@@ -310,7 +310,7 @@ def _cosines(out: Fit, stated: Mapping[str, Any], position: int) -> list[torch.T
     rows = []
     for settings, dim in kinds:
         amplitude = settings.get("attention_factor", 1.0)  # YaRN's
-        frequencies = rope.inverse_frequencies(dict(settings), int(out.checkpoint.dims[dim]))
+        frequencies = rope.inverse_frequencies(dict(settings), out.checkpoint.dims.turning(dim))
         cosines = torch.tensor([amplitude * math.cos(position * f) for f in frequencies])
         rows += [torch.cat([cosines, cosines]), cosines, cosines.repeat_interleave(2)]
     return rows

@@ -30,10 +30,10 @@ def check_frequencies(out: Match, name: str, spec: TensorSpec, kind: str) -> Non
         return
     rows = min(source.shape[0], _POSITIONS) if kind == "cos" else source.shape[0]
     found = to_float32(source.read(0, rows), spec.dtype)
-    width = int(out.checkpoint.dims["hd"]) if kind == "cos" else 2 * len(found)
+    width = out.checkpoint.dims.turning() if kind == "cos" else 2 * len(found)
     # Meta's and old Hugging Face files hold unscaled frequencies, in up to bfloat16's precision.
     wanted = (
-        np.array(rope.inverse_frequencies(settings, int(out.checkpoint.dims["hd"]))),
+        np.array(rope.inverse_frequencies(settings, out.checkpoint.dims.turning())),
         np.array(rope.inverse_frequencies({**settings, "rope_type": "default"}, width)),
     )
     amplitude = settings.get("attention_factor", 1.0)  # YaRN's
