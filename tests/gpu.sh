@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device: verify in float32 and bfloat16, load_into on cuda. Prints the figures.
-# Where there is none it says so and succeeds.
+# Everything that needs a CUDA device: verify in float32 and bfloat16 for every family and for SmolLM2, load_into on
+# cuda. Prints the figures, and writes them to tests/gpu.md. Where there is no device it says so and succeeds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python}"
@@ -13,5 +13,15 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     echo "skipped: torch $("$python" -c 'import torch; print(torch.__version__)') finds no CUDA device on this machine"
     exit 0
 fi
-"$python" -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name())'
+device="$("$python" -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name())')"
+echo "$device"
+export GPU_FIGURES="$PWD/tests/gpu.md"
+cat >"$GPU_FIGURES" <<NOTE
+# Figures of \`tests/gpu.sh\`
+
+$device. Written by the last run; distances are those of \`convert verify\`.
+
+| what | figures |
+| --- | --- |
+NOTE
 exec "$python" -m pytest -m gpu -s -v tests "$@"

@@ -1,18 +1,30 @@
-"""What needs a CUDA device: verify in float32 and bfloat16, and filling a module there. Prints its figures (``-s``)."""
+"""What needs a CUDA device: verify in float32 and bfloat16, and filling a module there.
+
+Prints its figures (``-s``), and appends them to the file that ``GPU_FIGURES`` names, as rows of a table.
+"""
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from convert.checkpoint import open_checkpoint
+from convert.layout import Dims
 from convert.metrics import compare
 from convert.reference.generation import generate
 from convert.reference.loading import load_reference
+from convert.table import families
 from convert.verify import logits, verify
+from tests.families import faults
+from tests.families.mixed import converted, prompt
 from tests.fixtures.hf import make_hf
 from tests.fixtures.meta import make_meta
 from tests.fixtures.shapes import SHAPES
@@ -32,7 +44,73 @@ def _smollm2() -> Path:
 
 
 def _show(what: str, **figures: object) -> None:
-    print(f"\n{what}: " + ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()))
+    said = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+    print(f"\n{what}: {said}")
+    if file := os.environ.get("GPU_FIGURES"):
+        with Path(file).open("a", encoding="utf-8") as rows:
+            rows.write(f"| {what.strip()} | {said} |\n")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model of a family: as transformers saved it, and what the conversion made of it."""
+
+    name: str
+    hf: Path
+    scratch: Path
+    gguf: Path
+    wrong: Path
+
+
+@pytest.fixture(scope="module", params=families())
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """The fixture of the family's own tests, sound and with two tensors of one shape exchanged."""
+    pytest.importorskip("transformers")
+    name = request.param
+    module = import_module(f"tests.families.test_{_TESTS.get(name, name)}")
+    folder = tmp_path_factory.mktemp(name)
+    made = module.make(folder / "hf")
+    with open_checkpoint(made.path) as opened:
+        config = dict(opened.config)
+        layer = Dims(opened.table, config).n_layers - 1
+    pair = faults.pairs(name, config, "scratch", at=layer)[-1]
+    (folder / "wrong").mkdir()
+    return Family(
+        name,
+        made.path,
+        converted(made.path, folder, "scratch", allow_reference=True),
+        converted(made.path, folder, "gguf"),
+        converted(
+            made.path, folder / "wrong", "scratch", faults.exchanged(name, "scratch", *pair), allow_reference=True
+        ),
+    )
+
+
+#: Whose tests are called otherwise: Llama's are those of all other modules, and its tiny model here is a Mistral.
+_TESTS = {"llama": "llama_relatives"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_family_on_cuda(family, dtype):
+    for layout in ("scratch", "gguf"):
+        got = verify(family.hf, getattr(family, layout), device="cuda", dtype=dtype)
+        _show(f"{family.name}, hf against {layout}, {dtype}", **got.distance.as_json(), tolerance=got.tolerance)
+        if got.control is not None:
+            _show("  control", **got.control.as_json())
+        assert got.device.startswith("cuda")
+        assert got.verdict == "pass", got.message
+    wrong = verify(family.hf, family.wrong, device="cuda", dtype=dtype)
+    _show("  two tensors exchanged", **wrong.distance.as_json())
+    assert wrong.verdict == "fail"
+
+
+def test_every_family_computes_what_the_cpu_does(family):
+    with open_checkpoint(family.hf) as opened:
+        ids: Any = prompt(opened.config["vocab_size"])
+        wanted = logits(load_reference(opened), ids)
+        got = compare(wanted, logits(load_reference(opened, device="cuda"), ids.to("cuda")))
+    _show(f"{family.name}: cuda against cpu, float32", **got.as_json())
+    assert got.nmse < 1e-9
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
