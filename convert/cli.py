@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from convert import __version__
-from convert.errors import ConvertError
+from convert.errors import ConvertError, Problem
 
 #: Command name → module of :mod:`convert.commands` and its attribute. Imported when the command is used, so that
 #: ``--help`` stays fast.
@@ -111,18 +111,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args
+    debug, as_json = "--debug" in args, "--json" in args
     previous = _on_signals()
     try:
         result = group.main(args, prog_name="convert", standalone_mode=False)
         return int(result) if isinstance(result, int) else 0
     except ConvertError as error:
         _show(error, debug)
+        _show_json(error.problems if as_json else ())
         return error.exit_code
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
         error.show()
+        _show_json([Problem("usage", error.format_message())] if as_json else ())
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted; nothing was left behind.", err=True)
@@ -135,7 +137,9 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         return 1
     except Exception as error:
-        return _unexpected(error, debug)
+        problem = _unexpected(error, debug)
+        _show_json([problem] if as_json else ())
+        return 1
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -173,19 +177,33 @@ def _show(error: ConvertError, debug: bool) -> None:
         click.echo(f"… and {len(problems) - 30} more.", err=True)
 
 
-def _unexpected(error: Exception, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-        return 1
+def _show_json(problems: Sequence[Problem]) -> None:
+    """The findings as one object on standard output, where ``--json`` promises one."""
+    if not problems:
+        return
+    import json
+
+    value = {"schema": "convert.error/1", "ok": False, "problems": [problem.as_json() for problem in problems]}
+    try:
+        click.echo(json.dumps(value, indent=2))
+    except BrokenPipeError:
+        _silence_stdout()
+
+
+def _unexpected(error: Exception, debug: bool) -> Problem:
+    """Tell of an error that is no finding; returns it as one."""
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
-        click.echo(f"error: {error.strerror or error}{where}.", err=True)
-        return 1
-    if isinstance(error, MemoryError):
-        click.echo("error: out of memory. Use fewer --threads.", err=True)
-        return 1
-    click.echo(f"error: {type(error).__name__}: {error}. This is a bug; --debug shows where.", err=True)
-    return 1
+        problem = Problem("system", f"{error.strerror or error}{where}.")
+    elif isinstance(error, MemoryError):
+        problem = Problem("memory", "out of memory. Use fewer --threads.")
+    else:
+        problem = Problem("bug", f"{type(error).__name__}: {error}. This is a bug; --debug shows where.")
+    if debug:
+        traceback.print_exc()
+    else:
+        click.echo(f"error: {problem.message}", err=True)
+    return problem
 
 
 def _silence_stdout() -> None:

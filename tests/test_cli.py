@@ -268,6 +268,30 @@ def test_documented_keys_of_the_other_commands(hf, tmp_path, capsys):
         assert set(keys.split()) <= set(json.loads(out)) and err == ""
 
 
+def test_json_of_a_failure(hf, tmp_path, capsys):
+    """One object on standard output there too; the text and the exit code are as without --json."""
+    bias = make_hf(tmp_path / "bias", "gqa8", attention_bias=True).path
+    cases = [
+        (("hf-to-meta", bias, tmp_path / "x"), 1, "no biases"),
+        (("hf-to-meta", tmp_path / "nothing", tmp_path / "x"), 2, "does not exist"),
+        (("inspect", tmp_path / "nothing"), 2, "does not exist"),
+        (("verify", hf, tmp_path / "nothing"), 2, "does not exist"),
+        (("verify", hf), 2, "Missing argument 'B'"),
+        (("hf-to-meta", hf, tmp_path / "x", "--colour"), 2, "No such option"),
+    ]
+    keys = {"kind", "message", "tensor", "file", "found", "wanted", "hint"}
+    for args, code, words in cases:
+        assert call(*args) == code  # the control
+        plain = capsys.readouterr()
+        assert plain.out == ""
+        assert call(*args, "--json") == code
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        assert found["schema"] == "convert.error/1" and found["ok"] is False and err == plain.err
+        assert all(set(p) == keys for p in found["problems"])
+        assert words in found["problems"][0]["message"]
+
+
 def test_quiet_prints_nothing(hf, tmp_path, capsys):
     assert call("hf-to-scratch", hf, tmp_path / "a", "--quiet") == 0
     assert call("to", "meta", hf, tmp_path / "b", "-q", "--verify", "always") == 0
