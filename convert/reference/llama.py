@@ -250,6 +250,7 @@ def build(
     tied: bool | None = None,
     names: Collection[str] | None = None,
     device: torch.device | str | None = None,
+    model: type[Llama] = Llama,
 ) -> Llama:
     """A Llama for a normalised Hugging Face config.
 
@@ -262,12 +263,13 @@ def build(
             config says (most layouts have no key for them); those the config promises exist in any case, so
             that their absence is noticed.
         device: Where the parameters are made; ``meta`` to fill them later.
+        model: A class derived from it, for a model that is a Llama with something more.
 
     Raises:
         ConvertError: The config lacks something or is of another architecture.
     """
     plain = LlamaConfig.from_hf(config)
     held = {letter for letter, ending in _BIAS_NAMES.items() for name in names or () if name.endswith("." + ending)}
-    return Llama(
+    return model(
         LlamaConfig.from_hf(config, rope_pairing=pairing, biases=plain.biases | held, tied=tied), device=device
     )
