@@ -57,6 +57,11 @@ def plan_conversion(
             f"unknown option {unknown[0]!r}.",
             hint=f"Known: {', '.join(sorted({*_SOURCE_OPTIONS, *_REQUEST_OPTIONS}))}.",
         )
+    if options.get("book_class") and to != "scratch":
+        raise UsageError(
+            f"--class {options['book_class']} only applies to a from-scratch target, not to {to}.",
+            hint="A source's class is told by its names and its config.",
+        )
     opened = src
     if not isinstance(opened, Checkpoint):
         chosen = {k: v for k, v in options.items() if k in _SOURCE_OPTIONS and v is not None}

@@ -206,6 +206,8 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     stated = source.config.get("tie_word_embeddings")
     if stated is not None and bool(stated) != tied and source.layout == "hf":
         notes.append(f"the config says tie_word_embeddings = {bool(stated)}, the tensors say {tied}; the tensors win")
+    if request.tie == "share" and not tied:
+        notes.append("--tie share changes nothing: head and embedding are different tensors, and both are kept")
     dims = Dims(table, config)
     rules = (r for r in table.refuse if r.note and r.layout == request.target)
     notes += [rule.reason for rule in rules if dims.value(rule.when)]

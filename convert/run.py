@@ -113,7 +113,7 @@ def run(
     plan.bind(out)
     check_target(plan, out, overwrite=overwrite, force=force)
     if not force:
-        _refuse_memory(plan.peak_memory(threads))
+        refuse_memory(plan.peak_memory(threads))
     keep_freed_memory()
     started = time.perf_counter()
     claim = Claim(out, single=plan.single_file)
@@ -143,8 +143,12 @@ def run(
     )
 
 
-def _refuse_memory(needed: int) -> None:
-    """Being killed by the system says nothing and cleans nothing; this does, before it could happen."""
+def refuse_memory(needed: int) -> None:
+    """Being killed by the system says nothing and cleans nothing; this does, before it could happen.
+
+    Raises:
+        ConvertError: Less memory is available than the ``needed`` bytes.
+    """
     there = available_memory()
     if there is not None and needed > there:
         raise ConvertError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -268,6 +269,23 @@ def test_documented_keys_of_the_other_commands(hf, tmp_path, capsys):
         assert set(keys.split()) <= set(json.loads(out)) and err == ""
 
 
+def test_a_dry_run_sees_a_full_disk(hf, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("convert.output.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9, 0, 9))
+    assert call("hf-to-meta", hf, tmp_path / "out", "--dry-run") == 1
+    assert "would stop here: the output needs" in capsys.readouterr().out
+    assert call("hf-to-meta", hf, tmp_path / "out", "--dry-run", "--force") == 0
+
+
+def test_options_that_would_change_nothing(hf, tmp_path, capsys):
+    assert call("hf-to-meta", hf, tmp_path / "a", "--class", "Llama3Model") == 2
+    assert "only applies to a from-scratch target" in capsys.readouterr().err
+    assert call("hf-to-scratch", hf, tmp_path / "b", "--class", "Llama3Model", "--tie", "share") == 0  # the control
+    assert "--tie share changes nothing" in capsys.readouterr().out
+    tied = make_hf(tmp_path / "tied", "tied").path
+    assert call("hf-to-meta", tied, tmp_path / "c", "--tie", "share") == 0
+    assert "--tie share changes" not in capsys.readouterr().out
+
+
 def test_json_of_a_failure(hf, tmp_path, capsys):
     """One object on standard output there too; the text and the exit code are as without --json."""
     bias = make_hf(tmp_path / "bias", "gqa8", attention_bias=True).path
@@ -318,7 +336,16 @@ def test_dry_run_writes_nothing_and_tells_all(hf, tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     assert call("hf-to-meta", hf, tmp_path / "out", "--json") == 0
     assert json.loads(capsys.readouterr().out)["bytes"] == plan["bytes_written"]
+    assert plan["problems"] == []  # the control
     # and what cannot be done is refused in a dry run too
+    there = sorted((tmp_path / "out").iterdir())
+    for out, said in ((tmp_path / "out", "exists already"), (hf, "is the source itself")):
+        assert call("hf-to-meta", hf, out, "--dry-run") == call("hf-to-meta", hf, out) == 2
+        assert f"would stop here: {out} {said}" in capsys.readouterr().out
+    assert call("hf-to-meta", hf, tmp_path / "out", "--dry-run", "--json") == 2
+    assert "exists already" in json.loads(capsys.readouterr().out)["problems"][0]["message"]
+    assert call("hf-to-meta", hf, tmp_path / "out", "--dry-run", "--overwrite") == 0
+    assert sorted((tmp_path / "out").iterdir()) == there
     bias = make_hf(tmp_path / "bias", "gqa8", attention_bias=True)
     assert call("hf-to-meta", bias.path, tmp_path / "x", "--dry-run") == 1
 

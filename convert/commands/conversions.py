@@ -138,8 +138,7 @@ def convert(
     if dry_run:
         from convert.commands.dry_run import show_plan
 
-        show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite)
-        return 0
+        return show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite, force=force)
     with _progress(plan, quiet=quiet or as_json) as progress:
         summary = run(plan, path, threads=threads, overwrite=overwrite, force=force, progress=progress)
     outcome = _verify(plan, path, verify, names, quiet=quiet or as_json)
