@@ -55,7 +55,7 @@ def unsound(path: Path) -> Problem | None:
     if path.suffix != ".json" or _is_object(path):
         return None
     return Problem(
-        "tokenizer",
+        "config" if path.name == "generation_config.json" else "tokenizer",
         f"{path.name} is not a JSON object; it is damaged or only half there ({path.stat().st_size:,} bytes).",
         file=str(path),
         hint="Fetch it again; --no-tokenizer converts the weights alone.",

@@ -179,6 +179,17 @@ def _check_values(table: MappingTable, hub: Mapping[str, Any]) -> None:
             problems.append(
                 Problem("config", f"the config's {key} is {value!r}, which is no {what}.", found=value, wanted=key)
             )
+    tie = hub.get("tie_word_embeddings")
+    if not (tie is None or (isinstance(tie, int) and tie in (0, 1))):
+        problems.append(
+            Problem(
+                "config",
+                f"the config's tie_word_embeddings is {tie!r}, which is no true or false.",
+                found=tie,
+                wanted="true or false",
+                hint="Python takes every text for true; write it without quotes.",
+            )
+        )
     if problems:
         raise ConvertError(problems)
 

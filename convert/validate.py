@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
+from convert.carried import carried, unsound
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.dtypes import dtype
 from convert.errors import ConvertError, Problem, UsageError
@@ -143,6 +144,9 @@ def _validate(
         return out
     out.problems += matched.problems
     out.notes += matched.notes
+    if checkpoint.layout != "gguf":  # what a conversion would carry along, and refuse to
+        beside = carried(checkpoint.folder, checkpoint.folder).values()
+        out.problems += [problem for path in beside if (problem := unsound(path)) is not None]
     out.notes += [f"{len(matched.ignored)} tensors are no weights and are not used"] if matched.ignored else []
     out.notes += [*_total_size(checkpoint), *_stated_dtype(checkpoint)]
     if not matched.problems:

@@ -228,6 +228,35 @@ def test_a_tie_flag_that_the_tensors_contradict_is_said(tmp_path):
     assert found.ok and not any("tie_word_embeddings" in n for n in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("tie_word_embeddings", "false", "tie_word_embeddings is 'false'"),
+        ("architectures", "LlamaForCausalLM", "no list of class names"),
+        ("architectures", [3], "no list of class names"),
+    ],
+)
+def test_config_values_of_the_wrong_kind(made, tmp_path, key, value, words):
+    folder = Path(shutil.copytree(made["hf"].path, tmp_path / "m"))
+    place = folder / "config.json"
+    good = json.loads(place.read_text())
+    place.write_text(json.dumps(good | {key: value}))
+    (problem,) = validate(folder).problems
+    assert problem.kind == "config" and words in problem.message and problem.hint
+    place.write_text(json.dumps(good | {"tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"]}))
+    assert validate(folder).ok  # the control
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_small_files_that_a_conversion_would_refuse(made, tmp_path, name):
+    folder = Path(shutil.copytree(made["hf"].path, tmp_path / "m"))
+    (folder / name).write_text("{}")
+    assert validate(folder).ok  # the control
+    (folder / name).write_text('{"eos_token_id": 2, ')
+    (problem,) = validate(folder).problems
+    assert name in problem.message and problem.kind == ("config" if "gen" in name else "tokenizer")
+
+
 def test_json(made, tmp_path, capsys):
     folder = changed(made, tmp_path, lambda s: s.pop(K1))
     assert run(cli, ["validate", str(folder), "--json"]) == 1
