@@ -24,6 +24,7 @@ from convert.layout import Dims, expand
 from convert.locate import CONFIG_NAMES
 from convert.module_tensors import FLOATS, TYPES, Home, TensorSource, config_of, homes, hub_config, with_layout
 from convert.module_tensors import torch_dtype as known_dtype
+from convert.other_heads import refuse_other_heads, refuse_other_models
 from convert.record import SCHEMA
 from convert.report import fold_names, fold_problems
 from convert.run import Summary
@@ -154,7 +155,8 @@ def as_checkpoint(
 
     Raises:
         UsageError: There is no config.
-        ConvertError: Parameters are on ``meta`` or hold no plain weights, or the names are unknown.
+        ConvertError: Parameters are on ``meta`` or hold no plain weights, the names are unknown, or it is no language
+            model.
     """
     raw = _raw_config(model, config)
     table, found, named = with_layout(
@@ -172,6 +174,13 @@ def as_checkpoint(
         notes.append(f"not written, because the class computes them: {', '.join(fold_names(left))}")
     _check(chosen)
     offsets = {id(home): number for number, home in enumerate(chosen.values())}
+    # Equal offsets say "one storage": that is how a tie is seen.
+    tensors = {
+        n: [TensorSpec(n, home.dtype, tuple(home.tensor.shape), IN_MEMORY, offsets[id(home)])]
+        for n, home in chosen.items()
+    }
+    refuse_other_heads([table], tensors)
+    refuse_other_models(table, found, tensors, None, folder=IN_MEMORY)
     return Checkpoint(
         path=Path(title) / IN_MEMORY,
         format="module",
@@ -179,11 +188,7 @@ def as_checkpoint(
         table=table,
         config=hub,
         raw_config=raw if spelling == found else {},
-        # Equal offsets say "one storage": that is how a tie is seen.
-        tensors={
-            n: [TensorSpec(n, home.dtype, tuple(home.tensor.shape), IN_MEMORY, offsets[id(home)])]
-            for n, home in chosen.items()
-        },
+        tensors=tensors,
         files=[],
         folder=folder or IN_MEMORY,
         record={"schema": SCHEMA, "config": raw} if spelling == "hf" and found != "hf" else {},

@@ -173,6 +173,23 @@ def test_the_classifier_of_chapter_6(tmp_path, family, bias):
     assert ("'out_head.bias'" in said) == bias
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_module_with_another_head_is_not_saved(tmp_path, family):
+    model, config = book(family), BOOK_GPT2 if family == "gpt2" else BOOK_LLAMA
+    convert.save_model(model, tmp_path / "control", layout="hf", config=config)
+    model.out_head = torch.nn.Linear(48, 2)
+    with pytest.raises(ConvertError, match=r"no language model.*chapter 6") as error:
+        convert.save_model(model, tmp_path / "out", layout="hf", config=config)
+    assert len(error.value.problems) == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_module_of_another_task_is_not_saved(tmp_path):
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**LLAMA, num_labels=2))
+    with pytest.raises(ConvertError, match=r"'score\.weight' \[2, 48\] is the head of a classifier"):
+        convert.save_model(model, tmp_path / "out", layout="scratch")
+    assert not list(tmp_path.iterdir())
+
+
 def test_model_parallel_heads_are_none(tmp_path):
     source = make_meta(tmp_path / "meta", mp=2).path
     assert convert.open_checkpoint(source).match.problems == []
