@@ -40,7 +40,7 @@ def read_json(path: Path) -> Any:
     if size > MAX_BYTES:
         raise FormatError(Problem("config", f"{path.name} has {size:,} bytes, which no config has.", file=str(path)))
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark in front
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         kind = sniff(path)
         if kind in ("lfs", "html", "empty", "zeros"):

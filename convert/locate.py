@@ -98,6 +98,10 @@ def _from_file(src: Path) -> Found:
         files = _meta_files(src.parent)
         if len(files) > 1:
             return Found(src.parent, kind, files)
+    if kind != "gguf" and _shard_count(src) > 1:  # whose pieces need no index
+        alone = [p for p in src.parent.iterdir() if p.suffix == src.suffix and _split_stem(p) == _split_stem(src)]
+        if problem := _no_index(src.parent, {src.name: alone}):
+            raise ConvertError(problem)
     return Found(src.parent, kind, [src])
 
 
@@ -140,6 +144,8 @@ def _from_folder(folder: Path) -> Found:
     kind = sniff(files[0])
     if kind not in FORMATS:
         raise refuse_non_weights(files[0], kind)
+    if kind != "gguf" and _shard_count(files[0]) > 1 and (problem := _no_index(folder, sets)):
+        raise ConvertError(problem)
     return Found(folder, kind, files[:1] if kind == "gguf" else files, notes=notes)
 
 
@@ -220,6 +226,13 @@ def _split_stem(path: Path) -> str:
     if len(parts) == 4 and parts[2] == "of" and parts[1].isdecimal() and parts[3].isdecimal():
         return parts[0]
     return path.name
+
+
+def _shard_count(path: Path) -> int:
+    """3 for ``name-00001-of-00003.safetensors``; 1 for a name that tells of no further shards."""
+    parts = path.stem.rsplit("-", 3)
+    numbered = len(parts) == 4 and parts[2] == "of" and parts[1].isdecimal() and parts[3].isdecimal()
+    return int(parts[3]) if numbered else 1
 
 
 def _no_index(folder: Path, sets: dict[str, list[Path]]) -> Problem | None:

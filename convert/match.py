@@ -14,6 +14,7 @@ from convert import shapes, tying
 from convert.dtypes import DTYPES
 from convert.errors import Problem
 from convert.formats.spec import TensorSpec
+from convert.fused_tensors import name_fused
 from convert.layout import Dims, Key, Slot, expand, row_shape
 from convert.replicas import collapse
 from convert.rotary_buffers import check_frequencies
@@ -169,6 +170,9 @@ def match(checkpoint: Checkpoint) -> Match:
         if source is not None:
             _place(out, slot, source, specs)
     _leftovers(out, used)
+    if out.problems:
+        absent = {s.name: s.keys[0] for s in out.slots.values() if len(s.keys) == 1}
+        out.problems = name_fused(out.problems, absent)
     _stack_experts(out)
     _embedding_from_head(out)
     if not out.problems:

@@ -147,9 +147,7 @@ def _collect(value: Any, path: str, depth: int, found: dict[str, dict[Any, Any]]
     """Collect candidates at and below ``value``; whether there was one. Cycles and depth are bounded."""
     if depth > _MAX_DEPTH or id(value) in seen:
         return False
-    items = as_mapping(value)
-    if items is None and isinstance(value, list) and len(value) <= 64:
-        items = dict(enumerate(value))
+    items = _items(value)
     if items is None or "param_groups" in items:
         return False
     seen.add(id(value))
@@ -159,11 +157,21 @@ def _collect(value: Any, path: str, depth: int, found: dict[str, dict[Any, Any]]
         found[path] = items
     below = False
     for name, child in items.items():
-        if isinstance(child, dict | list | Placeholder) and _may_wrap(name) and not (dotted and "." in str(name)):
+        if (
+            isinstance(child, dict | list | tuple | Placeholder)
+            and _may_wrap(name)
+            and not (dotted and "." in str(name))
+        ):
             below |= _collect(child, f"{path}.{name}" if path else str(name), depth + 1, found, seen)
     if not below and direct and not dotted:
         found[path] = items
     return below or bool(direct)
+
+
+def _items(value: Any) -> dict[Any, Any] | None:
+    """What lies in a dict, an object, or a short list or tuple (by its number); None for anything else."""
+    items = as_mapping(value)
+    return dict(enumerate(value)) if items is None and isinstance(value, list | tuple) and len(value) <= 64 else items
 
 
 def _may_wrap(name: Any) -> bool:
@@ -204,9 +212,9 @@ def _follow(tree: Any, key: str, where: str | None) -> list[Any]:
     chain, rest = [tree], key
     while rest:
         value = chain[-1]
-        items = as_mapping(value)
-        if items is None and isinstance(value, list):
-            items = {str(index): child for index, child in enumerate(value[:64])}
+        items = _items(value)
+        if isinstance(value, list | tuple) and items is not None:
+            items = {str(index): child for index, child in items.items()}
         parts = rest.split(".")
         for count in range(len(parts), 0, -1):
             head = ".".join(parts[:count])
@@ -332,7 +340,7 @@ def _others(around: list[Any], key: str, state: dict[Any, Any]) -> list[str]:
     outer = [
         f"{str(name)[:80]} ({_describe(leaf)})"
         for value in around
-        for name, leaf in (as_mapping(value) or {}).items()
+        for name, leaf in (_items(value) or {}).items()
         if key != str(name) and not key.startswith(f"{name}.")
     ]
     listed = inner + outer

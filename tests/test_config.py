@@ -157,6 +157,8 @@ def test_files_that_are_no_config(tmp_path):
         path.write_bytes(content)
         with pytest.raises(FormatError, match=f"(?i){word}"):
             configs.read_json(path)
+    path.write_bytes(b'\xef\xbb\xbf{"hidden_size": 5}')  # the mark that editors on Windows put in front
+    assert configs.read_json(path) == {"hidden_size": 5}
     with path.open("wb") as file:
         file.truncate(configs.MAX_BYTES + 1)
     with pytest.raises(FormatError, match="bytes"):

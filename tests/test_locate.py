@@ -230,6 +230,22 @@ def test_shards_without_their_index(tmp_path, gone):
         assert ("other shards" in str(error.value)) == bool(gone)
 
 
+def test_one_shard_alone(tmp_path):
+    folder = make_hf(tmp_path / "m", "std", sharded=3).path
+    (folder / "model.safetensors.index.json").unlink()
+    first, *others = sorted(folder.glob("*-of-*"))
+    with pytest.raises(ConvertError, match=r"holds 3 of 3 shards and no model.safetensors.index.json"):
+        locate(first)
+    for path in others:
+        path.unlink()
+    for place in (folder, first):
+        with pytest.raises(ConvertError, match=r"holds 1 of 3 shards and no model.safetensors.index.json"):
+            locate(place)
+    for name in ("model-00001-of-00001.safetensors", "mine.safetensors"):  # the control: no shard, by its name
+        first = first.rename(folder / name)
+        assert locate(first).files == locate(folder).files == [first]
+
+
 def test_an_index_file_without_data_beside_it_is_of_no_matter(tmp_path):
     """Search libraries write `.index` files too; TensorFlow's have their data beside them."""
     make_hf(tmp_path, "gqa8")

@@ -106,6 +106,8 @@ SHAPES: dict[str, tuple[Any, str, dict[str, Any] | None]] = {
     "nested": ({"run": {"step": 3, "weights": {"model": STATE}, "cfg": CONFIG}}, "run.weights.model", PLAIN_CONFIG),
     "rng": ({"model": STATE, "rng_state": torch.get_rng_state(), "loss": torch.tensor(0.5)}, "model", None),
     "listed": ({"models": [STATE]}, "models.0", None),
+    "pair": ((STATE, OPTIMIZER), "0", None),
+    "triple": ((5, {"model": STATE, "config": CONFIG}, OPTIMIZER), "1.model", PLAIN_CONFIG),
     "optimizer by name": ({"model": STATE, "optimizer": {"adam": {"x.m": torch.ones(2)}}}, "model", None),
 }
 
@@ -132,6 +134,7 @@ def test_what_is_left_is_listed(tmp_path: Path) -> None:
         "args (object argparse.Namespace)",
     ]
     assert "not converted: epoch (3)" in found.notes
+    assert opened((STATE, OPTIMIZER, 7), tmp_path).others == ["1 (dict of 2)", "2 (7)"]
     assert "norm.num_batches_tracked" in found.tensors
 
 
