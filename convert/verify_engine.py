@@ -2,8 +2,9 @@
 
 Side A runs in another program (:mod:`convert.engines`), side B on our reference model, as stored; the
 log-probabilities of the next token after a few prefixes are compared. A program shows nothing of its insides, so
-what difference is acceptable is measured on B: its weights pass through A's storage types, and what enters a matrix
-product through the type that ggml turns it into there. The control is B with a known fault. Converts nothing.
+what difference is acceptable is measured on B: its weights pass through A's storage types, what enters a matrix
+product through the type that ggml turns it into there, and GELU through ggml's table. The control is B with a known
+fault. Converts nothing.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class _Run:
         through = lossy(mine, theirs)
         self.rounded = bool(through)
         perturb(model, through=through, shake=2.0**-22, seed=1)  # sums in float32 depend on their order
-        with _rounded_inputs(model, theirs):
+        with _rounded_inputs(model, theirs), _rounded_gelu():
             noises = [compare(base, self._logprobs(model))]
         through = lossy(theirs, mine)
         if through:  # B may have lost what A still has; whether it did, A's values tell
@@ -312,6 +313,26 @@ def _rounded_inputs(model: Any, stored: Mapping[str, str]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _rounded_gelu() -> Iterator[None]:
+    """While it lasts, GELU is what ggml-cpu looks up: of a float16, as a float16; beyond ±10 its limits."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Table(TorchFunctionMode):
+        """Sees every call, also those through a reference to the function that a module keeps."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not torch.nn.functional.gelu:
+                return func(*args, **(kwargs or {}))
+            x, *more = args
+            looked_up = func(x.half().float(), *more, **(kwargs or {})).half().to(x.dtype)
+            return torch.where(x <= -10, torch.zeros_like(x), torch.where(x >= 10, x, looked_up))
+
+    with Table():
+        yield
 
 
 def round_input(x: Tensor, kind: str) -> Tensor:

@@ -12,7 +12,7 @@ import convert
 from convert.cli import cli, run
 from convert.engines import llama_cpp
 from convert.errors import ConvertError, UsageError
-from convert.verify_engine import prefixes, round_input, verify_engine
+from convert.verify_engine import FLOOR, _rounded_gelu, prefixes, round_input, verify_engine
 from tests.fixtures import ggml as ggml_fixtures
 from tests.fixtures import make_gguf, make_hf
 from tests.fixtures.weights import to_interleaved
@@ -191,6 +191,27 @@ def test_round_input_is_what_ggml_multiplies():
     assert round_input(x, "F32") is x
     assert torch.equal(round_input(x, "F16"), x.half().float())
     assert not torch.equal(round_input(x, "Q6_K"), round_input(x, "Q4_0"))
+
+
+def test_gelu_is_rounded_as_ggml_looks_it_up(tmp_path):
+    """A float32 file of a GELU family differs by more than other ones do, and that is no fault."""
+    from tests.families.gemma import gelu_table
+    from tests.families.test_gemma3 import make
+
+    x = torch.linspace(-12, 12, 4001)
+    for approximate in ("none", "tanh"):
+        with _rounded_gelu():
+            found = torch.nn.functional.gelu(x, approximate=approximate)
+        assert torch.equal(found, gelu_table(x, approximate))
+        assert not torch.equal(torch.nn.functional.gelu(x, approximate=approximate), found)
+    made = make(tmp_path / "hf")
+    convert.convert_checkpoint(made.path, tmp_path / "a.gguf", to="gguf", type="f32", tokenizer=False)
+    found = verify_engine(tmp_path / "a.gguf", made.path)
+    assert found.verdict == "pass" and found.distance.max_abs > FLOOR, found.message
+    with torch.no_grad():  # the control: one number of one norm off
+        made.model.model.layers[1].post_feedforward_layernorm.weight[3] += 0.02
+    made.model.save_pretrained(tmp_path / "other")
+    assert verify_engine(tmp_path / "a.gguf", tmp_path / "other").verdict == "fail"
 
 
 def test_the_command_line(tmp_path, capsys):
