@@ -33,6 +33,10 @@ _PACKAGE_WRITES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "T
 #: While all values are smaller, no scale or minimum of a block (at most max - min) can overflow float16.
 _SAFE = 32752.0
 
+#: No block type holds more: Q6_K's float16 scale times 128 times 32. Far beyond it ggml's search for a scale meets
+#: infinite sums and writes a block of near zeros (Q3_K, Q6_K).
+_MOST = 65504.0 * 128 * 32
+
 
 def writable_types() -> frozenset[str]:
     """The block types that can be written on this machine (without ggml: no K types)."""
@@ -215,7 +219,8 @@ class Quantized(Source):
 
     def _check_scales(self, blocks: NDArray[np.uint8], wide: NDArray[np.float32], start: int, at: int) -> None:
         """Judge large values by what comes back: an infinite scale makes a whole block NaN or infinite."""
-        bad = np.flatnonzero(~np.isfinite(dequantize(blocks.reshape(1, -1), self.dtype)[0]))
+        back = dequantize(blocks.reshape(1, -1), self.dtype)[0]
+        bad = np.flatnonzero(~np.isfinite(back) | (np.abs(wide) > _MOST))
         if not bad.size:
             return
         row = self._row(start, at + int(bad[0]))

@@ -215,6 +215,25 @@ def test_values_that_are_not_finite_are_refused(either: str, dtype: str, value: 
     assert "'model.w'" in problem.message and "row 140" in problem.message and "3 values" in problem.message
 
 
+@pytest.mark.skipif(not ggml.available(), reason="needs the extra: quantize")
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("largest", [3.0e8, 1e25, 3.3e38])
+def test_values_whose_squares_overflow_are_refused(name: str, largest: float) -> None:
+    """ggml's search for a scale then finds none, and it writes a block of near zeros that looks sound."""
+    values = normal(8, 512)
+    values[5, 300] = largest
+    source = Quantized(Memory(values, "F32"), name, tensor="w")
+    source.read(0, 5)
+    with pytest.raises(ConvertError) as caught:
+        source.read(0, 8)
+    problem = caught.value.problems[0]
+    assert problem.kind == "scale_overflow" and problem.found["row"] == 5 and problem.found["count"] == 1
+    assert problem.found["largest"] == pytest.approx(largest, rel=1e-3)
+    values[5, 300] = 60000.0  # the control: large, and held
+    back = quants.dequantize(source.read(0, 8), name)
+    assert back[5, 300] == pytest.approx(60000.0, rel=0.05)
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_1"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_a_scale_that_overflows_is_refused(either: str, name: str, dtype: str) -> None:
