@@ -86,7 +86,8 @@ class TokenizerFiles:
             "tokenizer_config.json": _dump(self._tokenizer_config()),
             "special_tokens_map.json": _dump({f"{role}_token": text for role, (_, text) in self.special.items()}),
         }
-        if "default" in self.chat_templates:
+        # transformers reads the others from tokenizer_config.json only where this file does not exist.
+        if list(self.chat_templates) == ["default"]:
             out["chat_template.jinja"] = self.chat_templates["default"].encode()
         return out
 

@@ -251,11 +251,23 @@ def test_templates_from_all_their_homes(multilingual: str, tmp_path: Path) -> No
         hf_files(llama_cpp.values(gguf_metadata(read_tokenizer(folder), rows=600)))["tokenizer_config.json"]
     )
     assert {entry["name"] for entry in config["chat_template"]} == {"default", "tool_use"}
+    _transformers_sees_both(folder, tmp_path / "back")
     (folder / "tokenizer_config.json").unlink()
     (folder / "chat_template.json").write_text('{"chat_template": "in json"}')
     assert template() == {"tokenizer.chat_template": "in json"}
     (folder / "chat_template.jinja").write_text("in jinja")
     assert template() == {"tokenizer.chat_template": "in jinja"}
+
+
+def _transformers_sees_both(folder: Path, back: Path) -> None:
+    """It reads only the file where chat_template.jinja lies beside the list."""
+    transformers = pytest.importorskip("transformers")
+    back.mkdir()
+    for name, content in hf_files(llama_cpp.values(gguf_metadata(read_tokenizer(folder), rows=600))).items():
+        (back / name).write_bytes(content)
+    assert transformers.AutoTokenizer.from_pretrained(back).chat_template == {"default": "d", "tool_use": "t"}
+    (back / "chat_template.jinja").write_text("d")  # the control
+    assert transformers.AutoTokenizer.from_pretrained(back).chat_template == "d"
 
 
 def test_a_placeholder_vocabulary_loads(tmp_path: Path) -> None:
