@@ -208,6 +208,13 @@ def widths_from_layers(config: Config) -> Config:
     return out
 
 
+def softcap_of_zero(config: Config) -> Config:
+    """A cap of 0, which is how GGUF says that there is none, as None: transformers would divide by it."""
+    if config.get("final_logit_softcapping") == 0:
+        return {**config, "final_logit_softcapping": None}
+    return config
+
+
 def kv_sharing(config: Config) -> Config:
     """Stop unless every layer without keys and values of its own has one of its kind before it that has."""
     kinds, shared = config.get("layer_types"), config.get("num_kv_shared_layers")
@@ -278,4 +285,5 @@ NORMALISERS: dict[str, Normaliser] = {
     "heads_from_layers": heads_from_layers,
     "widths_from_layers": widths_from_layers,
     "kv_sharing": kv_sharing,
+    "softcap_of_zero": softcap_of_zero,
 }

@@ -365,6 +365,21 @@ def test_a_gguf_file_from_elsewhere_is_understood(tmp_path, name):
     assert divisors.tolist() == [1.0] * 4 + [np.float32(1e30)] * 12
 
 
+@torch.no_grad()
+def test_no_cap_comes_back_from_gguf_as_none(tmp_path):
+    """GGUF states it as 0, by which transformers would divide."""
+    made = make(tmp_path / "hf", **VARIANTS["k_eq_v"])
+    convert.convert_checkpoint(made.path, tmp_path / "m.gguf", to="gguf", type="f32", tokenizer=False)
+    assert gguf_keys(tmp_path / "m.gguf")["gemma4.final_logit_softcapping"][1] == 0.0
+    convert.convert_checkpoint(tmp_path / "m.gguf", tmp_path / "back", to="hf", tokenizer=False)
+    again = transformers.Gemma4ForCausalLM.from_pretrained(tmp_path / "back")
+    assert torch.equal(again(prompt(SIZES["vocab_size"])).logits, made.logits)
+    config = json.loads((tmp_path / "back" / "config.json").read_text()) | {"final_logit_softcapping": 0.0}
+    (tmp_path / "back" / "config.json").write_text(json.dumps(config))
+    broken = transformers.Gemma4ForCausalLM.from_pretrained(tmp_path / "back")
+    assert not torch.equal(broken(prompt(SIZES["vocab_size"])).logits, made.logits)
+
+
 def test_the_proportion_is_read_from_the_tensor(tmp_path, made):
     changed = json.loads((made.path / "config.json").read_text())
     changed["rope_parameters"]["full_attention"]["partial_rotary_factor"] = 0.5
