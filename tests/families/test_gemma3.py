@@ -345,6 +345,7 @@ def test_llama_cpp_computes_the_same(tmp_path, made, plain, monkeypatch):
     [
         ("gguf", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar"),
         ("gguf", {"layer_types": ["full_attention", *KINDS[1:]]}, "every n-th place"),
+        ("gguf", {"layer_types": ["full_attention"] * len(KINDS)}, "no layer of this architecture slides"),
         ("gguf", {"attention_bias": True}, "no biases"),
         ("gguf", {"attn_logit_softcapping": 50.0}, "caps no attention scores"),
         ("gguf", {"use_bidirectional_attention": True}, "embedding model"),
