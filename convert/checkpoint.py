@@ -28,6 +28,7 @@ from convert.other_heads import refuse_other_heads, refuse_other_models
 from convert.record import is_of
 from convert.source import FilePool, Source
 from convert.table import LAYOUTS, MappingTable
+from convert.two_configs import disagreement
 
 if TYPE_CHECKING:
     from convert.match import Match
@@ -218,6 +219,9 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     )
     refuse_other_models(table, layout, tensors, raw, folder=found.folder, tie=chosen.tie)
     config, raw = hub_config(table, layout, raw, config_layout, chosen, record, tensors, containers, notes)
+    counts = "the config given" if chosen.config is not None else found.config.name if found.config else None
+    if wrapped and counts and (note := disagreement(table, config_layout, raw, wrapped, name=counts)):
+        notes.append(note)
     pairing = "interleaved" if chosen.qk_layout == "meta" else table.convention_of(chosen.qk_layout or layout, "rope")
     if chosen.qk_layout:
         notes.append(f"Q and K are taken to be in {pairing} order, as --qk-layout {chosen.qk_layout} says")
