@@ -32,6 +32,12 @@ QUANTIZATION_VERSION = 2
 #: What other keys, or the places of the tensors, depend on.
 _FIXED = ("general.architecture", "general.alignment", "split.")
 
+#: Ends of ``{arch}.*`` keys whose numbers are the tensors' shapes and count; another one is another model.
+_SHAPES = (
+    *("vocab_size", "block_count", "embedding_length", "feed_forward_length", "attention.head_count"),
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length", "expert_count"),
+)
+
 #: ``general.*`` keys that readers want as texts, also where the value looks like a number.
 _TEXTS = (
     *("name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by"),
@@ -298,6 +304,7 @@ def _json(value: Any) -> str:
 
 def _add_users(values: KeyValues, wanted: Mapping[str, Any]) -> None:
     problems = []
+    shapes = {f"{values['general.architecture']}.{end}" for end in _SHAPES}
     for name, given in wanted.items():
         key = name if "." in name else f"general.{name}"
         try:
@@ -305,6 +312,8 @@ def _add_users(values: KeyValues, wanted: Mapping[str, Any]) -> None:
                 raise ValueError("it follows from the model and the file")
             value = typed(key, given, like=values.types.get(key))
             encode(key, value)
+            if key in shapes and key in values and value.value != values[key]:
+                raise ValueError(f"the tensors say {values[key]}")
         except ValueError as error:
             problems.append(Problem("metadata", f"--metadata {name}={given}: {error}.", found=str(given)))
             continue

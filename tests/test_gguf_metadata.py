@@ -252,9 +252,15 @@ def test_keys_of_the_user_are_typed(tmp_path):
         ("general.architecture", "gpt2"),
         ("split.count", "3"),
         ("general.alignment", "64"),
+        ("llama.block_count", "7"),
+        ("llama.attention.head_count_kv", "u32:4"),
     ):
         with pytest.raises(UsageError, match=key):
             export(made.path, tmp_path / "b.gguf", tokenizer=False, metadata={key: value})
+    export(
+        made.path, tmp_path / "b.gguf", tokenizer=False, metadata={"llama.context_length": "64"}
+    )  # no shape: anybody's
+    assert keys(tmp_path / "b.gguf")["llama.context_length"] == ("UINT32", 64)
 
 
 # ---- provenance, and the way back ------------------------------------------------------------------------------
