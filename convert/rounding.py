@@ -33,6 +33,8 @@ _BLOCKS = {
     "Q6_K": (6, 16, False),
     "Q8_K": (8, 32, False),
 }
+#: K types: 256 values share two float16 numbers; the scales (and minima) of the small blocks are so many steps of them.
+_SUPER, _STEPS = 256, {"Q2_K": 15, "Q3_K": 31, "Q4_K": 63, "Q5_K": 63, "Q6_K": 127}
 _FLOATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -93,8 +95,18 @@ def round_through(weights: Tensor, dtype: str) -> Tensor:
     else:
         low = torch.zeros_like(values[..., :1])
         step = values.abs().amax(-1, keepdim=True) / 2 ** (bits - 1)
+    if dtype in _STEPS and weights.shape[-1] % _SUPER == 0:
+        step, low = (_coarse(part, _SUPER // block, _STEPS[dtype]) for part in (step, low))
     step = torch.where(step == 0, torch.ones_like(step), step)
     return (((values - low) / step).round() * step + low).flatten(-2).to(weights.dtype)
+
+
+def _coarse(parts: Tensor, count: int, steps: int) -> Tensor:
+    """Numbers of small blocks (``[..., blocks, 1]``) as whole steps of the largest among each ``count`` of them."""
+    shared = parts.unflatten(-2, (-1, count))
+    unit = shared.abs().amax(-2, keepdim=True) / steps
+    unit = torch.where(unit == 0, torch.ones_like(unit), unit)
+    return ((shared / unit).round() * unit).flatten(-3, -2)
 
 
 def grain(dtype: str) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from convert import prompt
+from convert import ggml, prompt, quants
 from convert.dtypes import DTYPES
 from convert.errors import ConvertError, TableError, UsageError
 from convert.reference.loading import fill, load_reference, read_tensor
@@ -267,12 +267,25 @@ def _relabel(ckpt: StandIn, name: str) -> Tensors:
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
 def test_imitated_rounding_is_as_large_as_the_real_one(name):
-    quants = pytest.importorskip("gguf.quants")
+    package = pytest.importorskip("gguf.quants")
     import gguf
 
     kind = getattr(gguf.GGMLQuantizationType, name)
     weights = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    real = torch.from_numpy(quants.dequantize(quants.quantize(weights.numpy(), kind), kind))
+    real = torch.from_numpy(package.dequantize(package.quantize(weights.numpy(), kind), kind))
+    ratio = (round_through(weights, name) - weights).square().mean() / (real - weights).square().mean()
+    assert 0.7 < ratio < 1.5
+
+
+@pytest.mark.skipif(not ggml.available(), reason="needs the extra: quantize")
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("before", ["F32", "Q4_1"])
+def test_imitated_rounding_of_k_types_is_as_large_as_the_real_one(name, before):
+    """Also of values that 4 bits hold already: what is lost is in the scales, which have few bits themselves."""
+    weights = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    if before != "F32":
+        weights = torch.from_numpy(quants.dequantize(quants.quantize(weights.numpy(), before), before))
+    real = torch.from_numpy(quants.dequantize(quants.quantize(weights.numpy(), name), name))
     ratio = (round_through(weights, name) - weights).square().mean() / (real - weights).square().mean()
     assert 0.7 < ratio < 1.5
 
