@@ -202,6 +202,8 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
         keys = tokenizer_keys(source, request, found)
     tied = matched.tied(sampled=False) if _needs_tie(request) else matched.tied(sampled=True)
     config = dict(source.config) | {"tie_word_embeddings": tied and request.tie != "copy"}
+    if problems := refusals(table, Dims(table, config), request):  # the tensors may say otherwise than the config
+        raise ConvertError(problems)
     notes = [*source.notes, *matched.notes, *_ignored(matched.ignored), *found]
     stated = source.config.get("tie_word_embeddings")
     if stated is not None and bool(stated) != tied and source.layout == "hf":

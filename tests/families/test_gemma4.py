@@ -424,6 +424,7 @@ def test_llama_cpp_computes_the_same(tmp_path, variant, monkeypatch):
         ("gguf", {"layer_types": [S, S, G, S, G, S, G]}, "share the keys and values of the two before"),
         ("gguf", {"rope_parameters": {k: {"rope_type": "default", "rope_theta": 1e4} for k in (S, G)}}, "rope_freqs"),
         ("gguf", {"use_bidirectional_attention": "all"}, "backwards only"),
+        ("gguf", {"layer_types": [G] * 7}, "no layer of this architecture slides"),
         ("gguf", {"hidden_activation": "silu"}, "GELU"),
         ("scratch", {"hidden_activation": "silu"}, "GELU"),
         ("scratch", VARIANTS["k_eq_v"], "value projection"),

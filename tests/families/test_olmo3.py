@@ -305,6 +305,7 @@ def test_a_gguf_file_from_elsewhere_is_understood(tmp_path, made, pattern):
         ("gguf", {"attention_bias": True}, "no biases"),
         ("gguf", {"head_dim": 16}, "hidden_size / heads"),
         ("gguf", {"layer_types": ["full_attention", *KINDS[1:]]}, "these layer_types have none"),
+        ("gguf", {"layer_types": ["full_attention"] * len(KINDS)}, "no layer that slides"),
         ("gguf", {"hidden_act": "gelu"}, "SiLU"),
         ("gguf", {"rope_parameters": ROPE | {"full_attention": ROPE["full_attention"] | {"beta_fast": 9.0}}}, "itself"),
         ("gguf", {"rope_parameters": ROPE | {"sliding_attention": ROPE["full_attention"]}}, "no key for rope_type"),

@@ -571,6 +571,7 @@ def test_wrong_tables_are_caught(made, tmp_path, layout):
         ("scratch", {"rms_norm_eps": 1e-5}, "eps 1e-6"),
         ("scratch", CASES["linear scaling"], "no RoPE scaling"),
         ("gguf", {"attention_bias": True}, "no biases"),
+        ("gguf", {"layer_types": [LINEAR] * 5}, "not both kinds"),
         ("gguf", CASES["value heads of another size"], "from one key"),
         ("gguf", {"head_dim": 16}, "more than a head"),
         ("gguf", {"rope_parameters": SMALL["rope_parameters"] | {"mrope_section": [2, 4, 2]}}, "in turn"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,21 @@ def test_tensors_of_one_shape_exchanged_are_caught(tmp_path, made, untied, layou
     out = converted(source.path, tmp_path, layout, wrong_tables.exchanged(FAMILY, layout, one, other))
     result = convert.verify(source.path, out, device="cpu")
     assert result.verdict == "fail" and result.distance.max_abs > 100 * 1e-4, result.message
+
+
+def test_a_head_of_its_own_is_refused_for_gguf_whatever_the_config_says(tmp_path, made):
+    """llama.cpp does not load a file of this architecture that has an output tensor."""
+    folder = tmp_path / "hf"
+    shutil.copytree(made.path, folder)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    convert.convert_checkpoint(folder, tmp_path / "tied.gguf", to="gguf", type="f32", tokenizer=False)  # the control
+    state["lm_head.weight"] += 1
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConvertError, match="always the embedding"):
+        convert.convert_checkpoint(folder, tmp_path / "own.gguf", to="gguf", type="f32", tokenizer=False)
+    assert not (tmp_path / "own.gguf").exists()
 
 
 if __name__ == "__main__":
