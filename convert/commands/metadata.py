@@ -63,7 +63,7 @@ def command(
             json.dumps({"schema": "convert.metadata/1", "file": str(path), "in_place": in_place, **keys}, indent=2)
         )
     elif not quiet:
-        click.echo(f"{path}: {len(changes)} keys changed ({how}).")
+        click.echo(f"{path}: {len(changes)} key{'' if len(changes) == 1 else 's'} changed ({how}).")
     return 0
 
 
@@ -94,8 +94,11 @@ def _show(values: KeyValues, *, as_json: bool) -> None:
         entries = {key: {"type": value.type, "value": _plain(value)} for key, value in values.typed()}
         click.echo(json.dumps({"schema": "convert.metadata/1", "metadata": entries}, indent=2, ensure_ascii=False))
         return
-    width = max((len(key) for key in values), default=0)
-    for key, value in values.typed():
+    from convert.formats.gguf_edit import PADDING_KEY
+
+    shown = [(key, value) for key, value in values.typed() if key != PADDING_KEY]  # spaces, room for later edits
+    width = max((len(key) for key, _ in shown), default=0)
+    for key, value in shown:
         click.echo(f"{key:<{width}}  {value.type:<8}  {_short(value)}")
 
 

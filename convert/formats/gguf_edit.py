@@ -26,6 +26,7 @@ _COPY = 8 << 20
 
 #: What other bytes of the file depend on.
 _FIXED = frozenset({"general.alignment", *SPLIT_KEYS})
+_ARCHITECTURE = "general.architecture"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,15 @@ def plan_edit(path: Path, changes: Mapping[str, Value | None], *, room: int = RO
                 f"{', '.join(fixed)} cannot be changed by itself: the places of the tensors depend on it.",
                 file=str(path),
                 hint="Write the file anew with `convert gguf-to-gguf`.",
+            )
+        )
+    if changes.get(_ARCHITECTURE, "") is None:
+        raise UsageError(
+            Problem(
+                "metadata",
+                f"{_ARCHITECTURE} cannot be removed: nothing could read the file any more.",
+                file=str(path),
+                hint="Set it to another name instead.",
             )
         )
     values = header.metadata.copy()

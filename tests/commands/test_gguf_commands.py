@@ -188,6 +188,7 @@ def test_metadata_changes_without_touching_data(said, tmp_path, hf):
     assert "general.size_label" not in found
     code, out, _ = said("metadata", path, "--set", f"tokenizer.chat_template={'x' * 3000}", "--json")
     assert code == 0 and json.loads(out)["in_place"] is False and data_of(path) == before
+    assert "convert.padding" in keys(path) and "convert.padding" not in said("metadata", path)[1]  # spaces
     assert said("metadata", path, "--set", "general.author=later", "--json")[1].count('"in_place": true') == 1
 
 

@@ -340,6 +340,8 @@ def test_what_places_depend_on_is_not_edited(model: Path) -> None:
             set_metadata(model, changes)
     with pytest.raises(ConvertError, match=r"'a\.u32'"):
         set_metadata(model, {"a.u32": U32(-1)})
+    with pytest.raises(UsageError, match="cannot be removed"):
+        set_metadata(model, {"general.architecture": None})
     assert model.read_bytes() == before
 
 
