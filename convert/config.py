@@ -175,6 +175,8 @@ def _check_values(table: MappingTable, hub: Mapping[str, Any]) -> None:
         if value is None or (key == "vocab_size" and value == -1):
             continue
         what, fits = _KINDS.get(row.kind, ("sensible number", _sensible))
+        if (row.gguf_type or "").startswith("u") and isinstance(value, float):  # a size, which counts something
+            what, fits = "whole number (write it without a point)", lambda _: False
         if not fits(value) or (key == "num_hidden_layers" and value > MAX_LAYERS):
             problems.append(
                 Problem("config", f"the config's {key} is {value!r}, which is no {what}.", found=value, wanted=key)

@@ -77,7 +77,7 @@ def test_eps_of_every_layout_where_the_config_is_silent():
     assert hub("scratch", {"emb_dim": 64})["rms_norm_eps"] == 1e-5
 
 
-@pytest.mark.parametrize("value", ["64", -1, 1e400, float("nan"), True, [64], 2**50])
+@pytest.mark.parametrize("value", ["64", 64.0, -1, 1e400, float("nan"), True, [64], 2**50])
 def test_no_sensible_number(value):
     with pytest.raises(ConvertError, match="hidden_size"):
         hub("hf", {"hidden_size": value, "num_hidden_layers": 2})
