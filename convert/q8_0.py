@@ -9,9 +9,7 @@ Let ``max = I * 2^a`` and ``|x| = X * 2^b`` with integers of at most 11 bits. A 
 their size (below 255 * 2047), ten times what three roundings of 2^-24 can bridge. If they are equal, the prime 127
 divides ``(2k + 1) I``: either ``2k + 1 = 127``, which is ``|x| = max / 2``, or ``I`` is a multiple of 127. So a block
 whose largest mantissa is not a multiple of 127, and for which both routines agree about ``max / 2``, is right as the
-fast routine wrote it. Of bfloat16's 128 mantissas, 26 fail that: a fifth of all blocks. For all but the multiples of
-127 only a value of ``max / 2`` makes a difference, so a block without one is right too. Such a value comes out as 63
-or 64, and looking for those bytes leaves few blocks to be done again by the reference.
+fast routine wrote it. Of bfloat16's 128 mantissas, 26 fail that; those blocks are done again by the reference.
 
 This module holds nothing else; float32 sources go to the reference (:mod:`convert.quants`).
 """
@@ -27,7 +25,6 @@ from convert import ggml
 from convert.cast import to_float32
 
 _BLOCK, _BYTES = 32, 34
-_IF_HALF, _ALWAYS = 1, 2
 
 
 @lru_cache(maxsize=1)
@@ -47,10 +44,8 @@ def doubtful_mantissas() -> NDArray[np.bool_]:
 
 
 @lru_cache(maxsize=2)
-def doubtful_scales(dtype: str) -> NDArray[np.uint8]:
-    """For each stored float16 scale, whether a block with it must be done again (``uint8 [65536]``).
-
-    0: it is right; :data:`_IF_HALF`: only if it holds half its largest value; :data:`_ALWAYS`.
+def doubtful_scales(dtype: str) -> NDArray[np.bool_]:
+    """For each stored float16 scale, whether a block with it must be done again (``bool [65536]``).
 
     The largest value of a block is not at hand after the fast routine, but its quotient by 127 is: the scale. Where
     several values give one scale (small ones, among float16's subnormals), one doubtful value is enough. Scale 0
@@ -63,13 +58,10 @@ def doubtful_scales(dtype: str) -> NDArray[np.uint8]:
     values = to_float32(patterns if dtype == "BF16" else patterns.view(np.float16), dtype)
     with np.errstate(under="ignore"):
         scales = ggml.float32_to_float16(values / np.float32(127)).view(np.uint16)
-    table = np.zeros(65536, np.uint8)
+    table = np.zeros(65536, bool)
     mantissas = (values.view(np.uint32) >> np.uint32(13)) & np.uint32(0x3FF)
-    table[scales[doubtful_mantissas()[mantissas]]] = _IF_HALF
-    table[scales[(mantissas + np.uint32(1024)) % 127 == 0]] = _ALWAYS
-    table[0] = _ALWAYS
-    # float16's subnormal scales stand for several values each; half of which, the block does not tell.
-    table[1:0x400][table[1:0x400] > 0] = _ALWAYS
+    table[scales[doubtful_mantissas()[mantissas]]] = True
+    table[0] = True
     return table
 
 
@@ -84,24 +76,8 @@ def quantize_q8_0(values: NDArray[np.float32], dtype: str, out: NDArray[np.uint8
     """
     ggml.quantize_q8_0_simd(values, out=out)
     blocks = out.reshape(-1, _BYTES)
-    scales = out.view(np.uint16)[:: _BYTES // 2]  # a view: copying two bytes of 34 costs as much as the fast routine
-    doubt = doubtful_scales(dtype)[scales]
-    again = np.flatnonzero(doubt)
-    if not again.size:
-        return
-    always = doubt[again] == _ALWAYS
-    again = again[always | _holds_63_or_64(blocks[again, 2:])]
-    picked = values.reshape(-1, _BLOCK)[again]
-    sizes = np.abs(picked)
-    halves = sizes == np.float32(0.5) * sizes.max(axis=1, initial=0.0)[:, None]
-    needed = (doubt[again] == _ALWAYS) | halves.any(axis=1)
-    if needed.any():
-        redone = ggml.quantize_rows(picked[needed].reshape(1, -1), "Q8_0")
-        blocks[again[needed]] = redone.reshape(-1, _BYTES)
-
-
-def _holds_63_or_64(integers: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Per row of 32 signed bytes, whether one is ±63 or ±64, eight bytes at a time."""
-    near = (np.abs(integers.view(np.int8)) - np.int8(63)).view(np.uint8) <= 1
-    words = near.view(np.uint64)
-    return (words[:, 0] | words[:, 1] | words[:, 2] | words[:, 3]) != 0
+    scales = np.ascontiguousarray(blocks[:, :2]).view(np.uint16)[:, 0]
+    again = np.flatnonzero(doubtful_scales(dtype)[scales])
+    if again.size:
+        picked = values.reshape(-1, _BLOCK)[again]
+        blocks[again] = ggml.quantize_rows(picked.reshape(1, -1), "Q8_0").reshape(-1, _BYTES)
