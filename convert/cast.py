@@ -17,10 +17,6 @@ from convert import ggml
 
 Array = NDArray[np.generic]
 
-#: Elements narrowed at once: with their float32 values they fit a core's own cache. Smaller pieces make threads queue
-#: for the interpreter lock. A multiple of the vectors that ggml's routine works in.
-PIECE = 128 * 1024
-
 
 @dataclass(slots=True)
 class CastLoss:
@@ -87,8 +83,6 @@ def cast(values: Array, source: str, target: str, loss: CastLoss | None = None) 
     if target == "F64":
         with np.errstate(invalid="ignore"):
             return to_float32(values, source).astype(np.float64)
-    if target in ("BF16", "F16") and values.size > PIECE and values.flags.c_contiguous:
-        return _in_pieces(values, source, target, loss)
     wide = to_float32(values, source)
     if target == "F32":
         if loss is not None and source == "F64":
@@ -102,15 +96,6 @@ def cast(values: Array, source: str, target: str, loss: CastLoss | None = None) 
     return narrow
 
 
-def _in_pieces(values: Array, source: str, target: str, loss: CastLoss | None) -> Array:
-    """Narrow a large block a piece at a time: the float32 values between stay in the core's own cache."""
-    flat = values.reshape(-1)
-    out = np.empty(flat.size, np.float16 if target == "F16" else np.uint16)
-    for at in range(0, flat.size, PIECE):
-        out[at : at + PIECE] = cast(flat[at : at + PIECE], source, target, loss)
-    return out.reshape(values.shape)
-
-
 def _count(before: Array, after: Array, loss: CastLoss) -> None:
     infinite = int(np.count_nonzero(np.isinf(after)))
     if infinite:
@@ -121,13 +106,12 @@ def _count(before: Array, after: Array, loss: CastLoss) -> None:
 
 
 def _count_narrow(before: Array, after: Array, infinity: int, loss: CastLoss) -> None:
-    # On the 16-bit patterns, whose order is that of the magnitudes: a maximum and a minimum tell most blocks, in which
-    # nothing happened, at a fraction of the cost of counting; comparing floats is slower still.
+    # On the 16-bit patterns: integer compares on half the bytes are several times faster than isinf, and comparing with
+    # zero is four times faster than numpy's count of non-zero floats.
     magnitude = after.view(np.uint16) & np.uint16(0x7FFF)
-    if not magnitude.size:
-        return
-    if magnitude.max() >= infinity:  # not a number counts above infinity
-        infinite = int(np.count_nonzero(magnitude == infinity))
+    infinite = int(np.count_nonzero(magnitude == infinity))
+    if infinite:
         loss.overflowed += infinite - int(np.count_nonzero(np.isinf(before)))
-    if magnitude.min() == 0:
-        loss.underflowed += int(np.count_nonzero(before[magnitude == 0]))
+    zeros = int(magnitude.size - np.count_nonzero(magnitude))
+    if zeros:
+        loss.underflowed += zeros - int(np.count_nonzero(before == 0))
