@@ -202,6 +202,12 @@ def test_always_passes_on_a_good_conversion(hf, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["verify"]["verdict"] == "pass"
 
 
+def _listening() -> None:
+    """The tests may run under nohup or in a background job, whose children ignore these signals."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("target", ["scratch", "meta"])
 def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target):
@@ -211,6 +217,7 @@ def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target)
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        preexec_fn=_listening,
     )
     partial = tmp_path / "out.partial"
     for _ in range(400):
