@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -213,8 +213,6 @@ def _silence_stdout() -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
 
-
-Command = Callable[..., Any]
 
 if __name__ == "__main__":
     main()

@@ -26,7 +26,6 @@ _REQUEST_OPTIONS = (
     "tie",
     "tokenizer",
     "tokenizer_path",
-    "clamp",
 )
 
 

@@ -7,7 +7,6 @@ the weights come from :mod:`convert.sidecars`; :mod:`convert.run` carries the pl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,6 @@ class Request:
         tie: ``copy`` stores a tied head as a tensor of its own; ``share`` once, where the target can.
         tokenizer: Whether tokenizer files are carried.
         tokenizer_path: Where the tokenizer lies, if not beside the source.
-        clamp: Clamp values that the target type cannot hold, instead of stopping.
         gguf: Options of a GGUF target.
     """
 
@@ -83,7 +81,6 @@ class Request:
     tie: str | None = None
     tokenizer: bool = True
     tokenizer_path: str | Path | None = None
-    clamp: bool = False
     gguf: GgufRequest = field(default_factory=GgufRequest)
 
     def __post_init__(self) -> None:
@@ -380,12 +377,3 @@ def request_dtype(name: str | None) -> str | None:
         found = str(name)
     require_choice("dtype", found if found in ("F32", "F16", "BF16") else str(name), ("F32", "F16", "BF16"))
     return found
-
-
-def mapping_summary(plan: ConversionPlan) -> Mapping[str, Any]:
-    """Counts for the summary and the record."""
-    return {
-        "tensors": sum(len(f.entries) for f in plan.files),
-        "files": [f.name for f in plan.files] + sorted(plan.sidecars),
-        "bytes": plan.nbytes,
-    }

@@ -52,7 +52,6 @@ _target_options = {
     ),
     "gguf": gguf_options,
 }
-_UNSET: dict[str, Any] = {}
 
 
 def _command(source: str | None, target: str) -> click.Command:
