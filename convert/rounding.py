@@ -1,15 +1,17 @@
 """What storing weights in a type costs a model: the rounding that a verification has to expect.
 
-:func:`perturb` puts a model's weights, in place, through another storage type, or shakes them by the grain of
-a type. The block-quantised types are imitated (so many levels between a block's extremes), which is all that
-the size of an error needs; the real quantisers are what is being verified and are not used here.
+:class:`Change` puts weights, in place, through another storage type, or shakes them by the grain of a type. The
+block-quantised types are imitated (so many levels between a block's extremes), which is all that the size of an error
+needs; the real quantisers are what is being verified and are not used here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from convert.dtypes import DTYPES
 from convert.source import Source
 
+#: Rows changed at a time.
+ROWS = 4096
 #: Explicit bits of the significand.
 _BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
 #: Bits per value, values per scale, and whether a block has a minimum beside its scale (ggml's block formats).
@@ -118,39 +122,52 @@ def grain(dtype: str) -> float:
     return 2.0 ** -(_BITS[dtype] + 1) * (1 / 6) ** 0.5
 
 
-def perturb(
-    model: nn.Module,
-    *,
-    through: Mapping[str, str] | None = None,
-    shake: float = 0.0,
-    seed: int = 0,
-    rows: int = 4096,
-) -> None:
-    """Change a model's weights in place, as rounding would.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What rounding would do to a model's weights.
 
-    Args:
-        model: The model.
+    Attributes:
         through: Storage types, by parameter name, that the weights pass through.
         shake: Relative size of a pseudo-random change of every weight, up or down: row signs times column
             signs, which costs no memory and is as incoherent with the weights as independent signs.
-        seed: Of the signs.
-        rows: Rows handled at a time.
+        seed: Of the signs, which follow from it and from the parameter's name.
     """
-    signs = torch.Generator().manual_seed(seed)
-    through = through or {}
+
+    through: Mapping[str, str] = field(default_factory=dict)
+    shake: float = 0.0
+    seed: int = 0
+
+    def apply(self, name: str, values: Tensor, *, length: int | None = None, rows: Any = None) -> None:
+        """Change the values of a parameter in place, a few thousand rows at a time.
+
+        Args:
+            name: The parameter.
+            values: Its values, or some of its rows.
+            length: How many rows the whole parameter has, where these are some of them.
+            rows: Which: the number of the first one, or a tensor with the number of each.
+        """
+        signs = torch.Generator().manual_seed(crc32(f"{self.seed} {name}".encode()))
+        across = _signs(values.shape[-1], signs, values)
+        down = _signs(values.shape[0] if length is None else length, signs, values)
+        if rows is not None:
+            down = down[rows : rows + values.shape[0]] if isinstance(rows, int) else down[rows]
+        for start in range(0, values.shape[0], ROWS):
+            block = values[start : start + ROWS]
+            if name in self.through:
+                block.copy_(round_through(block, self.through[name]))
+            signed = self.shake * down[start : start + ROWS]
+            if self.shake and values.ndim > 1:  # a convolution's weight has an axis of size 1 in between
+                block.mul_(1 + signed.reshape(-1, *(1,) * (values.ndim - 1)) * across)
+            elif self.shake:
+                block.mul_(1 + signed)
+
+
+def perturb(model: nn.Module, *, through: Mapping[str, str] | None = None, shake: float = 0.0, seed: int = 0) -> None:
+    """Change a model's weights in place, as rounding would; arguments as of :class:`Change`."""
+    change = Change(through or {}, shake, seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            across = _signs(param.shape[-1], signs, param)
-            down = _signs(param.shape[0], signs, param)
-            for start in range(0, param.shape[0], rows):
-                block = param[start : start + rows]
-                if name in through:
-                    block.copy_(round_through(block, through[name]))
-                signed = shake * down[start : start + rows]
-                if shake and param.ndim > 1:  # a convolution's weight has an axis of size 1 in between
-                    block.mul_(1 + signed.reshape(-1, *(1,) * (param.ndim - 1)) * across)
-                elif shake:
-                    block.mul_(1 + signed)
+            change.apply(name, param)
 
 
 def _signs(count: int, generator: torch.Generator, like: Any) -> Tensor:

@@ -249,7 +249,7 @@ class GPT2(nn.Module):
         if stop > self.config.context_length:
             message = f"The model has {self.config.context_length:,} positions, too few for {stop:,} tokens."
             raise ConvertError(Problem("context", message, found=stop, wanted=self.config.context_length))
-        return self.tok_emb(ids) + self.pos_emb.weight[start:stop]
+        return self.tok_emb(ids) + self.pos_emb(torch.arange(start, stop, device=ids.device))
 
     def context(self, length: int, start: int = 0) -> Tensor | None:
         """The mask of positions ``start`` to ``start + length``, shared by all layers."""

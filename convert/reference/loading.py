@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from convert.errors import ConvertError, Problem
 from convert.reference import reference_for
-from convert.source import Source
+from convert.source import Source, read_rows
 
 #: Bytes of raw values that are held at a time.
 BLOCK_BYTES = 32 << 20
@@ -64,6 +64,17 @@ def load_reference(ckpt: Opened, *, device: torch.device | str = "cpu", dtype: t
         ConvertError: Tensors are missing, superfluous, doubled or of the wrong shape or type (all named).
         TableError: The table names no reference model.
     """
+    model, pairs = empty_reference(ckpt)
+    fill(model, pairs, device=device, dtype=dtype)
+    return model.eval()
+
+
+def empty_reference(ckpt: Opened) -> tuple[Any, list[tuple[str, Source]]]:
+    """The checkpoint's reference model with its parameters on ``meta``, and what will fill them.
+
+    Raises:
+        TableError: The table names no reference model.
+    """
     pairs = list(ckpt.reference_tensors())
     names = {name for name, _ in pairs}
     module = reference_for(ckpt.table.reference)
@@ -77,8 +88,7 @@ def load_reference(ckpt: Opened, *, device: torch.device | str = "cpu", dtype: t
         names=names,
         device="meta",
     )
-    fill(model, pairs, device=device, dtype=dtype)
-    return model.eval()
+    return model, pairs
 
 
 def fill(
@@ -94,8 +104,8 @@ def fill(
         ConvertError: Not every parameter is filled exactly once.
     """
     pairs = list(pairs)
-    homes = _homes(model)
-    _check(homes, pairs)
+    homes = homes_of(model)
+    check_fit(homes, pairs)
     with torch.no_grad():
         for name, source in pairs:
             param = nn.Parameter(read_tensor(source, device=device, dtype=dtype), requires_grad=False)
@@ -106,11 +116,27 @@ def fill(
                 owner._buffers[leaf] = None if buffer is None else buffer.to(device)
 
 
-def read_tensor(source: Source, *, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """A source's values as a tensor of ``dtype`` on ``device``, read in blocks of rows."""
-    out = torch.empty(source.shape, dtype=dtype, device=device)
+def read_tensor(
+    source: Source,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    block_bytes: int | None = None,
+) -> Tensor:
+    """A source's values as a tensor of ``dtype`` on ``device``, read in blocks of rows.
+
+    Args:
+        source: Where they come from.
+        device: Where they go.
+        dtype: Of the result.
+        out: Where to put them, in place of a new tensor; of the source's shape.
+        block_bytes: Bytes of raw values that are held at a time, unless :data:`BLOCK_BYTES`.
+    """
+    if out is None:
+        out = torch.empty(source.shape, dtype=dtype, device=device)
     rows = source.shape[0]
-    step = rows if source.whole else max(1, BLOCK_BYTES // max(source.row_bytes, 1))
+    step = rows if source.whole else max(1, (block_bytes or BLOCK_BYTES) // max(source.row_bytes, 1))
     step = max(source.align, step // source.align * source.align)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -119,8 +145,8 @@ def read_tensor(source: Source, *, device: torch.device | str, dtype: torch.dtyp
 
 
 def block_tensor(source: Source, start: int, stop: int) -> Tensor:
-    """Rows of a source as a tensor of the type they are stored in, on the CPU."""
-    raw = np.ascontiguousarray(source.read(start, stop))
+    """Rows of a source (any rows) as a tensor of the type they are stored in, on the CPU."""
+    raw = np.ascontiguousarray(read_rows(source, start, stop))
     if not raw.flags.writeable:  # torch warns about memory it could write to
         raw = raw.copy()
     return (
@@ -128,7 +154,7 @@ def block_tensor(source: Source, start: int, stop: int) -> Tensor:
     )
 
 
-def _homes(model: nn.Module) -> dict[str, tuple[Tensor, list[tuple[nn.Module, str]]]]:
+def homes_of(model: nn.Module) -> dict[str, tuple[Tensor, list[tuple[nn.Module, str]]]]:
     """Each parameter by every name it has, with all places that hold it (a tied one has two)."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in model.modules():
@@ -138,8 +164,12 @@ def _homes(model: nn.Module) -> dict[str, tuple[Tensor, list[tuple[nn.Module, st
     return {name: (param, places[id(param)]) for name, param in model.named_parameters()}
 
 
-def _check(homes: dict[str, tuple[Tensor, list[tuple[nn.Module, str]]]], pairs: list[tuple[str, Source]]) -> None:
-    """Stop, before anything is read, unless the tensors fill the model exactly."""
+def check_fit(homes: dict[str, tuple[Tensor, list[tuple[nn.Module, str]]]], pairs: list[tuple[str, Source]]) -> None:
+    """Stop, before anything is read, unless the tensors fill the model exactly.
+
+    Raises:
+        ConvertError: Tensors are missing, superfluous, doubled or of the wrong shape or type (all named).
+    """
     problems = []
     seen: set[str] = set()
     for name, source in pairs:
