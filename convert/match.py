@@ -6,7 +6,7 @@ Yields logical tensors *as stored* (:attr:`Match.logical`); what they must becom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -89,13 +89,13 @@ class Match:
         a, b = self.specs[pair[0]], self.specs[pair[1]]
         return (tying.quick(a[0], b[0]) if len(a) == len(b) == 1 else None) is None
 
-    def reference_tensors(self) -> Iterator[tuple[str, Source]]:
-        """``(name in the reference model, source as stored)`` of every tensor; blocks are widened to float32."""
+    def reference_tensors(self, keys: Iterable[Key] | None = None) -> Iterator[tuple[str, Source]]:
+        """``(name in the reference model, source as stored)`` of all tensors or these; blocks widened to float32."""
         table = self.checkpoint.table
         if table.names_file or table.book_class:
             table = load_table(self.checkpoint.family)
-        for (row_id, layer), source in self.logical.items():
-            name = table.rows[row_id].names["scratch"]
+        for row_id, layer in self.logical if keys is None else keys:
+            source, name = self.logical[row_id, layer], table.rows[row_id].names["scratch"]
             if layer is not None:
                 name = (table.prefix["scratch"] + name).replace("{l}", str(layer))
             plain = as_reference(self.checkpoint, table.rows[row_id], layer, source)

@@ -45,6 +45,7 @@ COMMON_NAMES = frozenset(
 )
 
 _STORIES = {"when", "rope", "rotary", "role", "tied_to", "copy", "always", "zeros", "parallel", "norm", "linear", "to"}
+_STORIES |= {"twin"}
 _ROW_KEYS = frozenset({"shape", *_STORIES, *LAYOUTS})
 
 
@@ -216,6 +217,7 @@ def _walk(
             to={layout: tuple(ops) for layout, ops in (value.get("to") or {}).items()},
             always=tuple(value.get("always", ())),
             zeros=tuple(value.get("zeros") or ()),
+            twin=value.get("twin") or None,
         )
 
 

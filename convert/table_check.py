@@ -52,6 +52,8 @@ def check_table(table: MappingTable) -> None:
     for row in table.rows.values():
         if row.copy and row.copy not in table.rows:
             raise TableError(f"{source}: {row.id}: copy names {row.copy!r}, which is no row.")
+        if row.twin and (row.twin not in table.rows or len(table.rows[row.twin].shape) != len(row.shape)):
+            raise TableError(f"{source}: {row.id}: twin names {row.twin!r}, which is no row of as many dimensions.")
         if row.tied_to and row.tied_to not in table.rows:
             raise TableError(f"{source}: {row.id}: tied_to names {row.tied_to!r}, which is no row.")
         if strange := sorted(set(row.always) - set(LAYOUTS)):

@@ -32,6 +32,7 @@ class TensorRow:
         linear: Whether it is a linear layer's weight, to which the ``linear`` convention applies.
         to: Operations (:data:`convert.transforms.OPERATIONS`) from the hub layout to another one.
         zeros: Layouts that always have this tensor, whatever ``when`` says; they hold zeros for a model without it.
+        twin: A row of the same shape that it is taken for by mistake, which no check of shapes sees.
     """
 
     id: str
@@ -49,6 +50,7 @@ class TensorRow:
     always: tuple[str, ...] = ()
     rotary: Expr | None = None
     zeros: tuple[str, ...] = ()
+    twin: str | None = None
 
     @property
     def experts(self) -> bool:

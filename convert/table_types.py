@@ -25,7 +25,7 @@ _MAPS = (
 )
 _MAPS_OF_MAPS = ("config", "defaults", "classes", "sizes", "template", "buffers")
 _LISTS_OF_MAPS = ("fused", "ignore", "refuse", "alias", "metadata")
-_ROW_TEXTS = ("role", "tied_to", "copy")
+_ROW_TEXTS = ("role", "tied_to", "copy", "twin")
 _EXPRESSIONS = (str, int, float, bool)
 
 
