@@ -1,6 +1,7 @@
 """What a checkpoint is: layout, sizes, types, parameters, RoPE, tying, memory per token; from headers.
 
-Reads headers, and at most 8 MB of the embedding and of the head where nothing else tells whether they are one.
+Reads headers, at most 8 MB of the embedding and of the head where nothing else tells whether they are one, and at most
+32 MB of the heads of Q and K, whose numbers tell the order of their rows in a trained model.
 Findings are counted here and listed by :mod:`convert.validate`; nothing is printed.
 """
 
@@ -64,7 +65,7 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
         family=checkpoint.family,
         size=size_name(checkpoint),
         dtypes=_dtypes(tensors),
-        pairing=_pairing(checkpoint),
+        pairing=_pairing(checkpoint, matched),
         components={role: count for role, count in components.items() if count},
         parameters=stored - (_head_parameters(matched) if tied else 0),
         parameters_stored=stored,
@@ -207,7 +208,7 @@ def _numbers(checkpoint: Checkpoint) -> dict[str, Any]:
     return {k: int(v) if isinstance(v, (int, float)) else None for k, v in found.items()}
 
 
-def _pairing(checkpoint: Checkpoint) -> str:
+def _pairing(checkpoint: Checkpoint, matched: Match | None) -> str:
     if not checkpoint.table.has_rope:
         return "no rotary pairs"
     meaning = {"half": "pairs (i, i + d/2)", "interleaved": "pairs (2i, 2i + 1)"}[checkpoint.pairing]
@@ -219,8 +220,15 @@ def _pairing(checkpoint: Checkpoint) -> str:
     elif said:
         why = f"by the names; but the file's record says {said}"
     else:
-        why = "by the names; values alone do not tell, `convert verify` does"
-    return f"{checkpoint.pairing} order, {meaning}; {why}"
+        why = "by the names"
+    line = f"{checkpoint.pairing} order, {meaning}; {why}"
+    if matched is None:
+        return line
+    from convert.qk_probe import SAMPLE_BYTES, probe
+
+    found = probe(checkpoint, max_bytes=SAMPLE_BYTES)
+    but = "BUT " if found.agrees is False else ""
+    return f"{line}; {but}{found.words()}" + ("; `convert diagnose` tells more" if but else "")
 
 
 def _dropped(dropped: Mapping[str, str]) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.cast import to_float32
-from convert.errors import ConvertError
+from convert.errors import ConvertError, Problem
 from convert.match import as_reference
 from convert.row_orders import Order, distances, orders
 from convert.source import Source
@@ -33,6 +33,8 @@ SAMPLE_BYTES = 32 << 20
 NAMED, BROKEN = 1e-3, 1e-6
 #: From so many layers on a layer is one observation; in flatter models each head is.
 _LAYERS = 8
+#: Heads of four rows have three pairings, too few to tell an order from chance.
+_NARROWEST = 6
 _BLOCK_BYTES = 2 << 20
 
 Floats = NDArray[np.float64]
@@ -106,7 +108,9 @@ class Probe:
         """``half`` or ``interleaved`` if Q and K are in that order; None: cannot tell, or another order (see q, k)."""
         if self.both is None or self.both.order is None or self.both.order.moved or self.odd:
             return None
-        return self.both.order.base
+        base = self.both.order.base
+        alone = (e.order for e in (self.q, self.k) if e and e.order)
+        return base if all(order == Order(base) for order in alone) else None
 
     @property
     def odd(self) -> dict[str, Order]:
@@ -115,9 +119,9 @@ class Probe:
         for name, found in (("q", self.q), ("k", self.k)):
             if found and found.order and found.chance <= BROKEN and found.order != Order(self.expected):
                 out[name] = found.order
-        if not out and self.both and self.both.order and self.both.chance <= BROKEN:
-            if self.both.order != Order(self.expected):
-                return {"q": self.both.order, "k": self.both.order}
+        both = self.both
+        if not out and both and both.order and both.chance <= BROKEN and both.order != Order(self.expected):
+            return {"q": both.order, "k": both.order}
         return out
 
     @property
@@ -157,10 +161,34 @@ class Probe:
             which = " and ".join(n.upper() for n in self.odd)
             order = " / ".join(dict.fromkeys(o.words for o in self.odd.values()))
             evidence = "; ".join(f"{n.upper()}: {e.ratios()}" for n, e in (("q", self.q), ("k", self.k)) if e)
-            return f"the numbers say that {which} are in {order}, not in {self.expected} order ({seen}; {evidence})"
+            return f"the numbers say that the rows of {which} are in {order} ({seen}; {evidence})"
         if self.order is None:
             return f"the numbers do not tell ({seen}: {self.both.ratios()}), as in untrained weights"
         return f"the numbers say {self.order} order ({seen}: {self.both.ratios()})"
+
+    def problem(self, ckpt: Checkpoint) -> Problem | None:
+        """The finding that ``validate`` reports where numbers and layout disagree."""
+        if not self.odd:
+            return None
+        why = "as --qk-layout says" if ckpt.options.qk_layout else f"as the {ckpt.layout} layout has it"
+        return Problem(
+            "qk_order",
+            f"{self.words()}; it should be {self.expected} order, {why}. "
+            f"The chance of a false alarm is below {max(1 - self.confidence, 1e-12):.0e}.",
+            found={name: str(order) for name, order in self.odd.items()},
+            wanted=self.expected,
+            hint=self._cure(ckpt),
+        )
+
+    def _cure(self, ckpt: Checkpoint) -> str:
+        found = set(self.odd.values())
+        order = next(iter(found))
+        if len(found) > 1 or order.moved or any(e and n not in self.odd for n, e in (("q", self.q), ("k", self.k))):
+            return "`convert diagnose` tries what would undo it, and says what the loss is then."
+        fix = "unpermute-qk" if self.expected == "half" else "permute-qk"
+        repair = f"`convert repair SRC OUT --fix {fix}` writes the rows in the order that the layout has"
+        option = {"interleaved": "meta", ckpt.table.convention_of("hf", "rope"): "hf"}.get(order.base)
+        return f"--qk-layout {option} reads the rows as they are; {repair}." if option else f"{repair}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +239,14 @@ def _rotary(ckpt: Checkpoint) -> Iterator[_Rows]:
         if row_id not in names:
             continue
         row = table.rows[row_id]
-        counts = {r.id: int(ckpt.dims.value(r.rope, layer)) for r in rows if r.rope is not None}
-        heads = counts[row_id]
-        plain = as_reference(ckpt, row, layer, source)
-        size = plain.shape[0] // heads
-        rotary = int(ckpt.dims.value(row.rotary, layer)) if row.rotary is not None else size
+        try:
+            counts = {r.id: int(ckpt.dims.value(r.rope, layer)) for r in rows if r.rope is not None}
+            plain = as_reference(ckpt, row, layer, source)
+            heads = counts[row_id]
+            size = plain.shape[0] // heads
+            rotary = int(ckpt.dims.value(row.rotary, layer)) if row.rotary is not None else size
+        except ConvertError:  # the config does not go with the tensors, which is said elsewhere
+            continue
         other = next((n for i, n in counts.items() if i != row_id), heads)
         yield _Rows(names[row_id], layer, plain, heads, rotary, other)
 
@@ -257,7 +288,7 @@ def _norms(run: tuple[_Rows, int, int]) -> tuple[Floats, int] | None:
 def _fit(norms: Floats, rows: _Rows) -> Iterator[_HeadFit]:
     """How well each order explains each head; heads that hold no numbers, zeros or all the same are passed over."""
     width = norms.shape[1]
-    if width < 4 or width % 2:
+    if width < _NARROWEST or width % 2:
         return
     blocks = rows.size * rows.heads / rows.other if rows.name == "k" and rows.rotary == rows.size else width
     known = orders(width, int(blocks) if blocks == int(blocks) else width)

@@ -41,9 +41,10 @@ class Order:
         """The order for people."""
         if self.moved is None:
             return f"{self.base} order"
-        how = f", in blocks of {self.block} rows (another head count)" if self.block else ""
-        again = "once more" if self.moved == self.base else "to"
-        return f"{self.base} order reordered {again} as for {self.moved} order{how}"
+        how = f" in blocks of {self.block} rows (with another head count)" if self.block else ""
+        if self.moved == self.base:
+            return f"{self.base} order, reordered{how} as if it had still to become that"
+        return f"{self.base} order, reordered{how} to {self.moved} order"
 
 
 def reorder(width: int, to: str, block: int) -> Integers:

@@ -94,7 +94,8 @@ def validate(
     Args:
         src: A folder, a file, or an opened checkpoint.
         model: Also: would it load into this module?
-        scan: Also read every value, for NaN, infinities and tensors of zeros.
+        scan: Also read every value, for NaN, infinities and tensors of zeros, and all of Q and K for the order of
+            their rows (of which else at most 32 MB are read).
         threads: Workers of the scan.
         progress: Called with the bytes that the scan has read since the last call, from any thread.
         **options: As :func:`convert.open_checkpoint`; with ``model``, ``names`` are the module's (and the source's,
@@ -153,6 +154,7 @@ def _validate(
         out.notes += _stated_tie(checkpoint)
     if scan:
         _scan(checkpoint, out, threads, progress)
+    _row_order(checkpoint, out, scan, threads)
     if model is not None:
         from convert.modules import check_module
 
@@ -178,6 +180,18 @@ def _scan(checkpoint: Checkpoint, out: Validation, threads: int, progress: Calla
     out.problems += problems
     out.notes += [f"all zeros: {', '.join(fold_names(zeros))}"] if zeros else []
     out.checked += "; every value read: no NaN, no infinity, no tensor of zeros"
+
+
+def _row_order(checkpoint: Checkpoint, out: Validation, scan: bool, threads: int) -> None:
+    """Whether the numbers say that the rows of Q and K are in another order than the layout's."""
+    if not checkpoint.table.has_rope:
+        return
+    from convert.qk_probe import SAMPLE_BYTES, probe
+
+    found = probe(checkpoint, max_bytes=None if scan else SAMPLE_BYTES, threads=threads)
+    problem = found.problem(checkpoint)
+    out.problems += [problem] if problem else []
+    out.checked += f"; Q and K in {found.order} order, as their numbers too say" if found.agrees else ""
 
 
 def _total_size(checkpoint: Checkpoint) -> list[str]:
