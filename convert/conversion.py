@@ -115,6 +115,7 @@ def convert_checkpoint(
     *,
     to: str,
     overwrite: bool = False,
+    hashes: bool = False,
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
@@ -127,6 +128,7 @@ def convert_checkpoint(
         out: The folder to make (a file for GGUF).
         to: ``hf``, ``meta``, ``scratch`` or ``gguf``.
         overwrite: Replace an existing output.
+        hashes: Put the SHA-256 of every source and output file into the record (see :func:`convert.check`).
         threads: Workers; memory grows by some MiB with each.
         progress: Called with the number of bytes written since the last call, from any thread.
         cancel: Set it to stop; the partial output is removed.
@@ -142,7 +144,9 @@ def convert_checkpoint(
     """
     plan = plan_conversion(src, to, **options)
     try:
-        return run(plan, Path(out), threads=threads, overwrite=overwrite, progress=progress, cancel=cancel)
+        return run(
+            plan, Path(out), threads=threads, overwrite=overwrite, hashes=hashes, progress=progress, cancel=cancel
+        )
     finally:
         if plan.source is not src:
             plan.source.close()

@@ -23,7 +23,7 @@ from convert.gguf_record import CONFIG_KEY, GENERATION_KEY, ROPE_KEY
 from convert.layout import Dims
 from convert.model_card import many, one, read_card
 from convert.plan import ConversionPlan, Request
-from convert.record import carried, head_hash, stated_keys
+from convert.record import carried, compact, head_hash, stated_keys, table_hash
 from convert.table import Metadata
 
 #: ``general.quantization_version``: of ggml's block types, 2 since 2023 (GGML_QNT_VERSION).
@@ -282,7 +282,10 @@ def _provenance(plan: ConversionPlan) -> dict[str, Value]:
         "convert.source.layout": Str(source.layout),
         "convert.source.format": Str(source.format),
         "convert.source.files": Array("str", [file.name for file in source.files]),
+        "convert.source.bytes": Array("u64", [file.stat().st_size for file in source.files]),
         "convert.source.head_sha256": Array("str", [head_hash(file) for file in source.files]),
+        "convert.table": Str(table_hash(plan.table.raw)),
+        "convert.decisions": Str(compact(plan.decisions)),
         "convert.tied": Bool(plan.tied),
         CONFIG_KEY: Str(_json(config)),
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from convert import ggml, rope
+from convert.decisions import decisions
 from convert.dtypes import DTYPES
 from convert.errors import Problem, UsageError
 from convert.finite import Finite
@@ -48,12 +49,13 @@ class Computed(Source):
         return self.values[start:stop]
 
 
-def arrange(plan: ConversionPlan, chosen: Chosen) -> None:
+def arrange(plan: ConversionPlan, chosen: Chosen, *, omitted: Sequence[str] = ()) -> None:
     """Fill ``plan.files`` and ``plan.outputs`` for a GGUF target, and note what was substituted.
 
     Args:
         plan: The plan so far.
         chosen: The tensors in order, with sources that are not dequantised.
+        omitted: Tensors that are not stored, because another one stands for them.
 
     Raises:
         UsageError: A type or pattern is unknown or refused; without fallback, a tensor whose rows its type cannot hold.
@@ -68,6 +70,10 @@ def arrange(plan: ConversionPlan, chosen: Chosen) -> None:
     entries = [Entry(name, source.dtype, shape) for name, shape, source in tensors]
     choices, file_type = _types(plan, entries)
     _note_choices(plan, entries, choices)
+    made = {c.name: c.dtype for c in choices}
+    fallen = [c for c in choices if c.fallback_from]
+    types = [(slot, source, made[slot.name]) for slot, source in chosen]
+    plan.decisions = decisions(plan, types, omitted=omitted, substituted=fallen)
     _note_window(plan)
     entries = [Entry(c.name, c.dtype, e.shape) for c, e in zip(choices, entries, strict=True)]
     values = metadata(plan, entries, file_type=file_type)
@@ -227,6 +233,5 @@ def bind(plan: ConversionPlan, out: Path) -> None:
     count = len(plan.files)
     names = [out.name] if count == 1 else [split_name(out.stem, i, count) for i in range(count)]
     plan.files = [replace(file, name=name) for file, name in zip(plan.files, names, strict=True)]
-    plan.sidecars = {f"{names[0]}.conversion.json": dump(record(plan))}
-    if plan.request.gguf.ollama:
-        plan.sidecars["Modelfile"] = modelfile(plan, names[0])
+    plan.sidecars = {"Modelfile": modelfile(plan, names[0])} if plan.request.gguf.ollama else {}
+    plan.sidecars[f"{names[0]}.conversion.json"] = dump(record(plan))

@@ -105,6 +105,7 @@ class ConversionPlan:
         sidecars: Other files: name → bytes, or a file to copy.
         notes: Every assumption, substitution, dropped and ignored item.
         tied: Whether the model is tied, from its tensors.
+        decisions: What was decided about the model, as :mod:`convert.decisions` words it.
         tokenizer_keys: The tokenizer of a GGUF target, found first of all; None where its source's is taken over.
         metadata: The key-values of a GGUF target.
     """
@@ -118,6 +119,7 @@ class ConversionPlan:
     sidecars: dict[str, bytes | Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tied: bool = False
+    decisions: dict[str, Any] = field(default_factory=dict)
     tokenizer_keys: dict[str, Value] | None = None
     metadata: KeyValues = field(default_factory=KeyValues)
 
@@ -210,13 +212,14 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     dims = Dims(table, config)
     rules = (r for r in table.refuse if r.note and r.layout == request.target)
     notes += [rule.reason for rule in rules if dims.value(rule.when)]
-    plan = ConversionPlan(source, request, table, config, [], [], {}, notes, tied, keys)
+    plan = ConversionPlan(source, request, table, config, [], [], {}, notes, tied, tokenizer_keys=keys)
     slots = expand(table, dims, request.target)
     if problems := uncovered(source, table, request.target, slots.values()):
         raise ConvertError(problems)
     chosen = [(slot, _slot_source(plan, slot)) for slot in slots.values() if not _omitted(plan, slot)]
     _note_types(plan, chosen)
-    _arrange(plan, chosen, dims)
+    omitted = [slot.name for slot in slots.values() if _omitted(plan, slot)]
+    _arrange(plan, chosen, dims, omitted)
     from convert.sidecars import add_sidecars
 
     add_sidecars(plan)
@@ -318,11 +321,14 @@ def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None
         )
 
 
-def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims) -> None:
-    """Decide files and offsets."""
+def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims, omitted: list[str]) -> None:
+    """Decide files and offsets; what was decided about the model is known by then, since the files say it."""
+    from convert.decisions import decisions
     from convert.shards import shard, split_model_parallel
 
     request = plan.request
+    if request.target != "gguf":  # whose types are decided with its files
+        plan.decisions = decisions(plan, ((slot, s, s.dtype) for slot, s in chosen), omitted=omitted)
     if request.target == "hf":
         shard(plan, [(slot.name, source) for slot, source in chosen])
     elif request.target == "meta":
@@ -339,7 +345,7 @@ def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims
     else:
         from convert.gguf_plan import arrange
 
-        arrange(plan, chosen)
+        arrange(plan, chosen, omitted=omitted)
 
 
 def weight_file(name: str, entries: list[Entry], plan: ConversionPlan) -> FileLayout:
@@ -354,12 +360,15 @@ def weight_file(name: str, entries: list[Entry], plan: ConversionPlan) -> FileLa
 def safetensors_metadata(plan: ConversionPlan) -> dict[str, str]:
     """What the file itself says of how it was made; nothing else tells the order of Q and K."""
     from convert import __version__
+    from convert.record import compact, table_hash
 
     return {
         "convert.version": __version__,
         "convert.layout": plan.request.target,
         "convert.qk_layout": plan.table.convention_of(plan.request.target, "rope"),
         "convert.tied": str(plan.tied).lower(),
+        "convert.table": table_hash(plan.table.raw),
+        "convert.decisions": compact(plan.decisions),
     }
 
 

@@ -1,14 +1,21 @@
-"""What a conversion leaves beside its output: ``conversion.json``, the decisions that no format has a place for."""
+"""What a conversion leaves beside its output: ``conversion.json``, the decisions that no format has a place for.
+
+It is planned with everything else (:func:`record`) and completed when the files are written (:func:`seal`): what they
+hash to is known only then. Equal conversions leave equal records: no dates, no places. :mod:`convert.check` reads it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
+from convert.hashing import Hashes, hash_file, head_hash, header_hash
+from convert.locate import RECORD_NAME
 from convert.normalisers import text_config
 
 if TYPE_CHECKING:
@@ -16,7 +23,10 @@ if TYPE_CHECKING:
     from convert.plan import ConversionPlan
 
 SCHEMA = "convert.record/1"
-_HEADER_BYTES = 1 << 20
+#: In place of hashes until the files are written, so that the record's size is planned, too.
+_PENDING = {"head_sha256": "0" * 64, "header_sha256": "0" * 64}
+#: What the record says in other places, or what names a place on somebody's disk.
+_NOT_KEPT = frozenset({"target", "gguf", "tokenizer_path", "config", "names", "table", "layout", "family"})
 
 
 def record(plan: ConversionPlan) -> dict[str, Any]:
@@ -32,7 +42,9 @@ def record(plan: ConversionPlan) -> dict[str, Any]:
         "source": {
             "layout": source.layout,
             "format": source.format,
-            "files": [{"name": f.name, "bytes": f.stat().st_size, "head_sha256": head_hash(f)} for f in source.files],
+            "files": [_source_file(f, source.format) for f in source.files],
+            "options": source_options(source),
+            **({"names": dict(source.table.names)} if source.table.names_file and source.table.names else {}),
         },
         "target": {
             "layout": plan.request.target,
@@ -40,8 +52,11 @@ def record(plan: ConversionPlan) -> dict[str, Any]:
             "dtype": plan.request.gguf.type if plan.single_file else plan.request.dtype or "keep",
             "tied": plan.tied,
             **({"names": dict(plan.table.names)} if plan.table.names and plan.request.target == "scratch" else {}),
-            "files": [{"name": f.name, "bytes": f.size, "format": f.format} for f in plan.files],
+            "options": request_options(plan),
+            "files": [{"name": f.name, "bytes": f.size, "format": f.format, **_PENDING} for f in plan.files],
+            "beside": _beside(plan),
         },
+        "decisions": plan.decisions,
         "notes": plan.notes,
         "config": carried(plan.config, stated_keys(source)),
     }
@@ -82,10 +97,86 @@ def table_hash(raw: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def head_hash(path: Path) -> str:
-    """SHA-256 of the first MiB, which holds the header."""
-    with path.open("rb") as file:
-        return hashlib.sha256(file.read(_HEADER_BYTES)).hexdigest()
+def _source_file(path: Path, format: str) -> dict[str, Any]:
+    size = path.stat().st_size
+    return {"name": path.name, "bytes": size, "head_sha256": head_hash(path), **_header(path, format)}
+
+
+def _header(path: Path, format: str) -> dict[str, str]:
+    found = header_hash(path, format)
+    return {} if found is None else {"header_sha256": found}
+
+
+def source_options(source: Checkpoint) -> dict[str, Any]:
+    """What was said of the source and is needed to open it alike; a config that was given is the record's own."""
+    return _said(source.options) | ({"config": True} if source.options.config is not None else {})
+
+
+def request_options(plan: ConversionPlan) -> dict[str, Any]:
+    """What was asked for beyond the defaults, without what names a place."""
+    out = _said(plan.request)
+    return out | ({"gguf": _said(plan.request.gguf)} if plan.single_file else {})
+
+
+def _said(options: Any) -> dict[str, Any]:
+    fresh = type(options)(**({"target": options.target} if hasattr(options, "target") else {}))
+    kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _NOT_KEPT}
+    return {k: _plain(v) for k, v in kept.items() if v != getattr(fresh, k)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def record_name(plan: ConversionPlan) -> str:
+    """The record's file among the plan's sidecars."""
+    return f"{plan.files[0].name}.{RECORD_NAME}" if plan.single_file else RECORD_NAME
+
+
+def seal(plan: ConversionPlan, folder: Path, hashes: Hashes | None = None) -> None:
+    """Complete the record among ``plan.sidecars`` with what the written files hash to.
+
+    Args:
+        plan: The plan that has been carried out but for its sidecars.
+        folder: Where its weight files lie.
+        hashes: Full hashes, where they were asked for.
+    """
+    name = record_name(plan)
+    if name not in plan.sidecars:
+        return
+    value = plan.sidecars[name]
+    out = json.loads(value if isinstance(value, bytes) else value.read_bytes())
+    for file, planned in zip(out["target"]["files"], plan.files, strict=True):
+        path = folder / planned.name
+        file |= {"head_sha256": head_hash(path), **_header(path, planned.format)}
+        if hashes is not None:
+            file["sha256"] = hashes.outputs[planned.name]
+    if hashes is not None:
+        for file, path in zip(out["source"]["files"], plan.source.files, strict=True):
+            file["sha256"] = hashes.sources[path]
+    out["target"]["beside"] = _beside(plan)
+    plan.sidecars[name] = dump(out)
+
+
+def _beside(plan: ConversionPlan) -> list[dict[str, Any]]:
+    own = record_name(plan)
+    return [{"name": name, **_whole(value)} for name, value in sorted(plan.sidecars.items()) if name != own]
+
+
+def _whole(value: bytes | Path) -> dict[str, Any]:
+    """Size and hash of a small file, of which the record keeps the full hash always."""
+    if isinstance(value, bytes):
+        return {"bytes": len(value), "sha256": hashlib.sha256(value).hexdigest()}
+    return {"bytes": value.stat().st_size, "sha256": hash_file(value)}
+
+
+def compact(value: Any) -> str:
+    """JSON in one line, as it is kept inside a weight file."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def dump(value: Mapping[str, Any]) -> bytes:

@@ -21,10 +21,12 @@ import numpy as np
 from convert.cast import CastLoss
 from convert.errors import ConvertError, Problem
 from convert.formats.crc import crc32_combine
+from convert.hashing import Hasher, Hashes
 from convert.output import Claim, check_target, write_sidecar
 from convert.plan import ConversionPlan, Output, Target, piece_rows
 from convert.platform import available_memory, copy_range, keep_freed_memory, write_at
 from convert.readback import read_back
+from convert.record import seal
 from convert.source import Source
 
 #: Bytes per piece that is copied inside the kernel.
@@ -91,6 +93,7 @@ def run(
     threads: int = 2,
     overwrite: bool = False,
     force: bool = False,
+    hashes: bool = False,
     progress: Progress | None = None,
     cancel: threading.Event | None = None,
 ) -> Summary:
@@ -102,6 +105,7 @@ def run(
         threads: Workers.
         overwrite: Replace what is there.
         force: Write although free space or memory look too small.
+        hashes: Put the SHA-256 of every source and output file into the record, taken in the same pass.
         progress: Called with the number of bytes written since the last call.
         cancel: When set, work stops and the partial output is removed.
 
@@ -118,9 +122,11 @@ def run(
     started = time.perf_counter()
     claim = Claim(out, single=plan.single_file)
     try:
-        with contextlib.closing(_Writer(plan, claim.folder, progress, cancel or threading.Event())) as writer:
+        stop = cancel or threading.Event()
+        with contextlib.closing(_Writer(plan, claim.folder, progress, stop, hashing=hashes)) as writer:
             writer.write(threads)
             loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
+            seal(plan, claim.folder, writer.hashes)
             for name, value in plan.sidecars.items():
                 write_sidecar(claim.folder, name, value)
             checked = read_back(plan, claim.folder, writer.fds)
@@ -165,7 +171,15 @@ def refuse_memory(needed: int) -> None:
 class _Writer:
     """The open files of one run and the pieces that go into them."""
 
-    def __init__(self, plan: ConversionPlan, folder: Path, progress: Progress | None, cancel: threading.Event) -> None:
+    def __init__(
+        self,
+        plan: ConversionPlan,
+        folder: Path,
+        progress: Progress | None,
+        cancel: threading.Event,
+        *,
+        hashing: bool = False,
+    ) -> None:
         self.plan = plan
         self.folder = folder
         self.progress = progress or (lambda _: None)
@@ -177,8 +191,13 @@ class _Writer:
             cast.loss = CastLoss()
         self._crcs: list[dict[str, list[tuple[int, int, int]]]] = [{} for _ in plan.files]
         self._lock = threading.Lock()
+        self._hashing = hashing
+        self._hasher: Hasher | None = None
+        self.hashes: Hashes | None = None
 
     def close(self) -> None:
+        if self._hasher is not None:  # before the files that it reads are closed
+            self._hasher.close()
         for fd in self.fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -191,6 +210,8 @@ class _Writer:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
             self.fds.append(fd)
             os.ftruncate(fd, file.size)
+        if self._hashing:
+            self._hasher = Hasher(self.plan.files, self.fds, self.plan.source.files, threads=threads)
         with ThreadPoolExecutor(max(1, threads)) as pool:
             self._drain(pool, threads)
         self._stop_on_overflow()
@@ -199,6 +220,8 @@ class _Writer:
                 write_at(self.fds[number], data, offset)
         for fd in self.fds:
             os.fsync(fd)
+        if self._hasher is not None:
+            self.hashes = self._hasher.finish()
 
     def _drain(self, pool: ThreadPoolExecutor, threads: int) -> None:
         """Feed pieces to the workers, a few at a time, so that a failure stops at once."""
@@ -258,7 +281,7 @@ class _Writer:
                 raise ConvertError(
                     Problem("truncated", f"{path.name} became shorter while it was being read.", file=str(path))
                 )
-            self.progress(count)
+            self._wrote(target.file, at, count)
             return
         block = source.read(start, stop)
         for target in output.targets:
@@ -269,7 +292,12 @@ class _Writer:
             if self.plan.files[target.file].needs_crc:
                 with self._lock:
                     self._crcs[target.file].setdefault(target.name, []).append((start, len(raw), zlib.crc32(raw)))
-            self.progress(len(raw))
+            self._wrote(target.file, self._offset(target) + start * row, len(raw))
+
+    def _wrote(self, file: int, at: int, count: int) -> None:
+        if self._hasher is not None:
+            self._hasher.wrote(file, at, count)
+        self.progress(count)
 
     def _offset(self, target: Target) -> int:
         return self.plan.files[target.file].offsets[target.name]

@@ -110,6 +110,7 @@ def convert(
     verify: str,
     threads: int,
     force: bool,
+    hashes: bool,
     as_json: bool,
     quiet: bool,
     debug: bool,
@@ -139,7 +140,7 @@ def convert(
 
         return show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite, force=force)
     with _progress(plan, quiet=quiet or as_json) as progress:
-        summary = run(plan, path, threads=threads, overwrite=overwrite, force=force, progress=progress)
+        summary = run(plan, path, threads=threads, overwrite=overwrite, force=force, hashes=hashes, progress=progress)
     outcome = _verify(plan, path, verify, names, quiet=quiet or as_json)
     if as_json:
         click.echo(json.dumps(summary.as_json() | {"verify": outcome.report}, indent=2))

@@ -96,5 +96,6 @@ conversion_options = stack(
     click.option("--tokenizer", metavar="PATH", help="The tokenizer: a folder or file, if not beside the source."),
     click.option("--no-tokenizer", is_flag=True, help="Convert the weights alone."),
     click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers."),
+    click.option("--hash", "hashes", is_flag=True, help="Record the SHA-256 of all files, for `convert check`."),
     click.option("--force", is_flag=True, help="Go on although disk space or memory look too small."),
 )
