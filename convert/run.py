@@ -1,50 +1,32 @@
-"""Carrying a plan out: bytes to their places, in parallel, in bounded memory, complete or not at all.
+"""Carrying a plan out: claim the output, write, check, and give it its name; complete or not at all.
 
-Where the output goes meanwhile, and how it gets its name, is :mod:`convert.output`'s business.
+How bytes get to their places is :mod:`convert.writer`'s business, where the output goes meanwhile
+:mod:`convert.claim`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
-
-from convert.cast import CastLoss
+from convert.choices import require_choice
+from convert.claim import Claim
 from convert.errors import ConvertError, Problem
-from convert.formats.crc import crc32_combine
-from convert.hashing import Hasher, Hashes
-from convert.output import Claim, check_target, write_sidecar
-from convert.plan import ConversionPlan, Output, Target, piece_rows
-from convert.platform import available_memory, copy_range, keep_freed_memory, write_at
+from convert.io_errors import TRANSIENT, writing
+from convert.journal import JOURNAL_NAME, Journal, fingerprint
+from convert.output import check_target, write_sidecar
+from convert.plan import ConversionPlan
+from convert.platform import available_memory, keep_freed_memory
 from convert.readback import read_back
 from convert.record import seal
-from convert.source import Source
+from convert.stamps import changes, stamps
+from convert.writer import Cancelled, Progress, Writer, casts_within
 
-#: Bytes per piece that is copied inside the kernel.
-COPY_BYTES = 32 << 20
-
-Progress = Callable[[int], None]
-
-
-@runtime_checkable
-class Lossy(Protocol):
-    """A source that narrows values and counts what that did to them."""
-
-    dtype: str
-    loss: CastLoss
-
-
-class Cancelled(Exception):
-    """A signal arrived; the partial output has been removed."""
+CHECKS = ("sampled", "full")
 
 
 @dataclass(slots=True)
@@ -59,7 +41,9 @@ class Summary:
         seconds: Wall time, plan excluded.
         notes: Everything assumed, substituted, dropped or ignored.
         underflowed: Non-zero values that became zero in a narrower type.
-        checked_blocks: Blocks that were re-read and compared.
+        resumed: Bytes that an earlier run had written, and that were compared with the source.
+        checked_blocks: Blocks (with a full check: tensors) that were re-read and compared.
+        checked: How: ``sampled`` or ``full``.
     """
 
     out: Path
@@ -69,7 +53,9 @@ class Summary:
     seconds: float
     notes: list[str] = field(default_factory=list)
     underflowed: int = 0
+    resumed: int = 0
     checked_blocks: int = 0
+    checked: str = "sampled"
 
     def as_json(self) -> dict[str, Any]:
         """The summary as plain data."""
@@ -81,6 +67,8 @@ class Summary:
             "bytes": self.bytes_written,
             "seconds": round(self.seconds, 3),
             "underflowed": self.underflowed,
+            "resumed": self.resumed,
+            "check": self.checked,
             "checked_blocks": self.checked_blocks,
             "notes": self.notes,
         }
@@ -94,6 +82,8 @@ def run(
     overwrite: bool = False,
     force: bool = False,
     hashes: bool = False,
+    resume: bool = False,
+    check: str = "sampled",
     progress: Progress | None = None,
     cancel: threading.Event | None = None,
 ) -> Summary:
@@ -106,34 +96,49 @@ def run(
         overwrite: Replace what is there.
         force: Write although free space or memory look too small.
         hashes: Put the SHA-256 of every source and output file into the record, taken in the same pass.
+        resume: Go on from what an earlier run of the same plan left in the partial folder, comparing it with the source;
+            and should this run be stopped, leave what is finished there.
+        check: ``sampled`` compares sizes, headers and some blocks of the finished files with the source, ``full`` every
+            byte.
         progress: Called with the number of bytes written since the last call.
-        cancel: When set, work stops and the partial output is removed.
+        cancel: When set, work stops and the partial output is removed (kept with ``resume``).
 
     Raises:
-        ConvertError: Disk or memory are too small, values do not fit the target type, or the check after writing
-            failed.
+        UsageError: The output may not be written, or ``check`` has no such value.
+        ConvertError: Disk or memory are too small, values do not fit the target type, a read or a write failed, the
+            source changed meanwhile, another plan's partial output would be resumed, or the check after writing failed.
         Cancelled: ``cancel`` was set.
     """
+    require_choice("check", check, CHECKS)
     plan.bind(out)
-    check_target(plan, out, overwrite=overwrite, force=force)
+    check_target(plan, out, overwrite=overwrite, force=force, resume=resume)
     if not force:
         refuse_memory(plan.peak_memory(threads))
     keep_freed_memory()
     started = time.perf_counter()
-    claim = Claim(out, single=plan.single_file)
+    before = stamps(plan.source.files) | plan.source.stamps
+    kept = {*(Path(f.name).parts[0] for f in plan.files), JOURNAL_NAME} if resume else set()
+    claim = Claim(out, single=plan.single_file, keep=kept)
+    journal = None
     try:
-        stop = cancel or threading.Event()
-        with contextlib.closing(_Writer(plan, claim.folder, progress, stop, hashing=hashes)) as writer:
-            writer.write(threads)
+        journal = Journal(claim.folder, fingerprint(plan), resume=resume)
+        claim.take_back(journal.moved)
+        writer = Writer(plan, claim.folder, progress, cancel or threading.Event(), journal)
+        with contextlib.closing(writer):
+            found = writer.write(threads, hashes=hashes)
             loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
-            seal(plan, claim.folder, writer.hashes)
+            seal(plan, claim.folder, found)
             for name, value in plan.sidecars.items():
                 write_sidecar(claim.folder, name, value)
-            checked = read_back(plan, claim.folder, writer.fds)
-        claim.commit()
-    except BaseException:
-        claim.abandon()
-        raise
+            checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
+        if problems := changes(before):
+            raise ConvertError(problems)
+        with writing(out):
+            if not plan.single_file:
+                journal.close(keep=False)
+            claim.commit(journal.commit)
+    except BaseException as error:
+        raise _ended(error, claim, journal, resume=resume) from error.__cause__
     notes = list(plan.notes)
     if loss:
         notes.append(f"{loss:,} non-zero values became zero in the narrower type")
@@ -143,10 +148,46 @@ def run(
         tensors=sum(len(f.entries) for f in plan.files),
         bytes_written=plan.nbytes,
         seconds=time.perf_counter() - started,
-        notes=notes,
+        notes=notes + _resumed(writer, resume),
         underflowed=loss,
+        resumed=writer.found,
         checked_blocks=checked,
+        checked=check,
     )
+
+
+def _ended(error: BaseException, claim: Claim, journal: Journal | None, *, resume: bool) -> BaseException:
+    """Clean up after ``error``, or keep what is finished; returns the error, which then says so."""
+    kinds = {p.kind for p in error.problems} if isinstance(error, ConvertError) else set()
+    stopped = not isinstance(error, Exception) or isinstance(error, (Cancelled, OSError, MemoryError))
+    keep = resume and not claim.done and (kinds == {"resume"} or stopped or bool(kinds and kinds <= TRANSIENT))
+    if journal is not None:
+        journal.close(keep=keep)
+    if not keep:
+        claim.abandon()
+        if claim.done:
+            error.add_note(f"{claim.out} is complete.")
+        return error
+    claim.leave()
+    if kinds == {"resume"}:
+        return error
+    said = f"What is finished is kept in {claim.folder}; the same command with --resume goes on from there."
+    if not isinstance(error, ConvertError):
+        error.add_note(said)
+        return error
+    last = error.problems[-1]
+    return type(error)([*error.problems[:-1], replace(last, hint=f"{last.hint} {said}" if last.hint else said)])
+
+
+def _resumed(writer: Writer, resume: bool) -> list[str]:
+    if not resume:
+        return []
+    if not writer.found + writer.redone:
+        return ["--resume: there was nothing to go on from; written from the beginning"]
+    notes = [f"--resume: {writer.found:,} bytes of an earlier run were there and agree with the source"]
+    if writer.redone:
+        notes.append(f"--resume: {writer.redone:,} bytes that it had finished were not, and were written again")
+    return notes
 
 
 def refuse_memory(needed: int) -> None:
@@ -168,187 +209,4 @@ def refuse_memory(needed: int) -> None:
         )
 
 
-class _Writer:
-    """The open files of one run and the pieces that go into them."""
-
-    def __init__(
-        self,
-        plan: ConversionPlan,
-        folder: Path,
-        progress: Progress | None,
-        cancel: threading.Event,
-        *,
-        hashing: bool = False,
-    ) -> None:
-        self.plan = plan
-        self.folder = folder
-        self.progress = progress or (lambda _: None)
-        self.cancel = cancel
-        self.failed = threading.Event()
-        self.fds: list[int] = []
-        self.casts = list(_casts(plan))
-        for cast in self.casts:  # a plan may be carried out more than once
-            cast.loss = CastLoss()
-        self._crcs: list[dict[str, list[tuple[int, int, int]]]] = [{} for _ in plan.files]
-        self._lock = threading.Lock()
-        self._hashing = hashing
-        self._hasher: Hasher | None = None
-        self.hashes: Hashes | None = None
-
-    def close(self) -> None:
-        if self._hasher is not None:  # before the files that it reads are closed
-            self._hasher.close()
-        for fd in self.fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self.fds = []
-
-    def write(self, threads: int) -> None:
-        for file in self.plan.files:
-            path = self.folder / file.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
-            self.fds.append(fd)
-            os.ftruncate(fd, file.size)
-        if self._hashing:
-            self._hasher = Hasher(self.plan.files, self.fds, self.plan.source.files, threads=threads)
-        with ThreadPoolExecutor(max(1, threads)) as pool:
-            self._drain(pool, threads)
-        self._stop_on_overflow()
-        for number, file in enumerate(self.plan.files):
-            for offset, data in file.frame(self._joined_crcs(number)):
-                write_at(self.fds[number], data, offset)
-        for fd in self.fds:
-            os.fsync(fd)
-        if self._hasher is not None:
-            self.hashes = self._hasher.finish()
-
-    def _drain(self, pool: ThreadPoolExecutor, threads: int) -> None:
-        """Feed pieces to the workers, a few at a time, so that a failure stops at once."""
-        pending: set[Future[None]] = set()
-        try:
-            for piece in self._pieces():
-                if len(pending) >= 4 * threads:
-                    done, pending = wait(pending, return_when="FIRST_COMPLETED")
-                    for future in done:
-                        future.result()
-                if self.cancel.is_set():
-                    raise Cancelled
-                pending.add(pool.submit(self._guarded, *piece))
-            done, _ = wait(pending, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-        except BaseException:
-            self.failed.set()
-            raise
-        if self.cancel.is_set():
-            raise Cancelled
-
-    def _pieces(self) -> Iterator[tuple[Output, int, int]]:
-        for output in self.plan.outputs:
-            rows = output.source.shape[0]
-            small = max(1, piece_rows(output.source))
-            large = max(small, COPY_BYTES // max(1, output.source.row_bytes)) // small * small
-            start = 0
-            while start < rows:
-                stop = min(start + large, rows)
-                # What has to pass through this process, be it where two files of a joined tensor meet, comes in small.
-                if not self._kernel(output, start, stop):
-                    stop = min(start + small, rows)
-                yield output, start, stop
-                start = stop
-
-    def _kernel(self, output: Output, start: int, stop: int) -> bool:
-        """Whether these rows can move without passing through this process."""
-        plain = len(output.targets) == 1 and output.targets[0].columns is None
-        crc = self.plan.files[output.targets[0].file].needs_crc
-        return plain and not crc and output.source.extent(start, stop) is not None
-
-    def _guarded(self, output: Output, start: int, stop: int) -> None:
-        if self.cancel.is_set() or self.failed.is_set():
-            return
-        self._write_piece(output, start, stop)
-
-    def _write_piece(self, output: Output, start: int, stop: int) -> None:
-        source = output.source
-        if self._kernel(output, start, stop):
-            extent = source.extent(start, stop)
-            assert extent is not None
-            path, offset, count = extent
-            target = output.targets[0]
-            at = self._offset(target) + start * source.row_bytes
-            if copy_range(self.plan.source.pool.fd(path), self.fds[target.file], offset, at, count) != count:
-                raise ConvertError(
-                    Problem("truncated", f"{path.name} became shorter while it was being read.", file=str(path))
-                )
-            self._wrote(target.file, at, count)
-            return
-        block = source.read(start, stop)
-        for target in output.targets:
-            part = block if target.columns is None else np.ascontiguousarray(block[:, slice(*target.columns)])
-            raw = np.ascontiguousarray(part).view(np.uint8).data.cast("B")
-            row = len(raw) // max(1, stop - start)
-            write_at(self.fds[target.file], raw, self._offset(target) + start * row)
-            if self.plan.files[target.file].needs_crc:
-                with self._lock:
-                    self._crcs[target.file].setdefault(target.name, []).append((start, len(raw), zlib.crc32(raw)))
-            self._wrote(target.file, self._offset(target) + start * row, len(raw))
-
-    def _wrote(self, file: int, at: int, count: int) -> None:
-        if self._hasher is not None:
-            self._hasher.wrote(file, at, count)
-        self.progress(count)
-
-    def _offset(self, target: Target) -> int:
-        return self.plan.files[target.file].offsets[target.name]
-
-    def _joined_crcs(self, number: int) -> dict[str, int]:
-        out = {}
-        for name, pieces in self._crcs[number].items():
-            crc = 0
-            for _, length, value in sorted(pieces):
-                crc = crc32_combine(crc, value, length)
-            out[name] = crc
-        return out
-
-    def _stop_on_overflow(self) -> None:
-        problems = []
-        seen: set[int] = set()  # the ranks of one tensor share its casts
-        for output in self.plan.outputs:
-            for cast in casts_within(output.source):
-                if cast.loss.overflowed and id(cast) not in seen:
-                    seen.add(id(cast))
-                    name = output.targets[0].name
-                    problems.append(
-                        Problem(
-                            "overflow",
-                            f"{name!r}: {cast.loss.overflowed:,} values are too large for {cast.dtype} "
-                            "and would become infinite.",
-                            tensor=name,
-                            found=cast.loss.overflowed,
-                            wanted=0,
-                            hint="Choose --dtype bfloat16 or float32.",
-                        )
-                    )
-        if problems:
-            raise ConvertError(problems)
-
-
-def _casts(plan: ConversionPlan) -> Iterator[Lossy]:
-    seen: set[int] = set()
-    for output in plan.outputs:
-        for cast in casts_within(output.source):
-            if id(cast) not in seen:
-                seen.add(id(cast))
-                yield cast
-
-
-def casts_within(source: Source) -> Iterator[Lossy]:
-    """The sources inside a composed one that narrow values."""
-    if isinstance(source, Lossy):
-        yield source
-    inner = getattr(source, "source", None)
-    if isinstance(inner, Source):
-        yield from casts_within(inner)
-    for part in getattr(source, "parts", ()):
-        yield from casts_within(part)
+__all__ = ["Cancelled", "Summary", "casts_within", "check_target", "refuse_memory", "run"]
