@@ -127,10 +127,10 @@ def run(
         with contextlib.closing(writer):
             found = writer.write(threads, hashes=hashes)
             loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
-            seal(plan, claim.folder, found)
+            checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
+            seal(plan, claim.folder, found)  # after the check, which names damage better
             for name, value in plan.sidecars.items():
                 write_sidecar(claim.folder, name, value)
-            checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
         if problems := changes(before):
             raise ConvertError(problems)
         with writing(out):
