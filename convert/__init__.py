@@ -21,7 +21,10 @@ _HOMES = {
     "inspect": "convert.inspect",
     "validate": "convert.validate",
     "verify": "convert.verify",
+    "diff": "convert.diff",
+    "compare_tensors": "convert.tensor_comparison",
     "verify_engine": "convert.verify_engine",
+    "repair": "convert.repair",
     "generate": "convert.generate",
     "load_into": "convert.modules",
     "save_model": "convert.saving",
@@ -38,7 +41,9 @@ __all__ = [
     "Problem",
     "UsageError",
     "__version__",
+    "compare_tensors",
     "convert_checkpoint",
+    "diff",
     "generate",
     "inspect",
     "load_into",
@@ -46,6 +51,7 @@ __all__ = [
     "no_init",
     "open_checkpoint",
     "plan_conversion",
+    "repair",
     "save_model",
     "validate",
     "verify",
@@ -55,6 +61,7 @@ __all__ = [
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint, open_checkpoint
     from convert.conversion import convert_checkpoint, plan_conversion
+    from convert.diff import diff
     from convert.errors import ConvertError, Problem, UsageError
     from convert.generate import generate
     from convert.inspect import inspect
@@ -62,6 +69,7 @@ if TYPE_CHECKING:
     from convert.no_init import no_init
     from convert.saving import save_model
     from convert.scratch_config import load_scratch_config
+    from convert.tensor_comparison import compare_tensors
     from convert.validate import validate
     from convert.verify import verify
     from convert.verify_engine import verify_engine

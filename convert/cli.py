@@ -42,6 +42,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "inspect": ("inspect", "command", "What a checkpoint is: format, layout, sizes, RoPE, memory."),
     "validate": ("validate", "command", "Whether every tensor is there, once, in the right shape."),
     "verify": ("verify", "command", "Run two checkpoints and compare their logits."),
+    "diff": ("diff", "command", "Compare two checkpoints tensor by tensor, with config and tokenizer."),
+    "repair": ("repair", "command", "Write a corrected copy: undo a known fault of a conversion."),
     "metadata": ("metadata", "command", "Show and change the key-values of a GGUF file."),
     "generate": ("generate", "command", "Continue a text with the weights, from any layout."),
     "tables": ("tables", "command", "Show, check and start mapping tables and names files."),

@@ -180,7 +180,9 @@ def _finished(work: _Work, pool: ThreadPoolExecutor) -> TensorDelta:
     shapes = (pair.a.shape if pair.a else None, pair.b.shape if pair.b else None)
     types = (pair.a.dtype if pair.a else None, pair.b.dtype if pair.b else None)
     delta = partial(TensorDelta, pair.name, pair.row, pair.column, shapes=shapes, dtypes=types)
-    notes = [f"{side} takes {s.instead} for it" for side, s in zip("AB", sides, strict=True) if s and s.instead]
+    notes = [
+        f"{side} stores none and takes {s.instead}" for side, s in zip("AB", sides, strict=True) if s and s.instead
+    ]
     if work.relation is not None:
         if any(s is not None and s.source is None for s in sides):
             notes.append("its shape does not fit the config beside it")

@@ -56,6 +56,7 @@ class Tokenizer:
         caveats: What llama.cpp does a little otherwise; they become notes when a GGUF file is written.
         notes: What a user should know about a conversion of it.
         files: Hugging Face files as they were found, to be carried unchanged; empty for other sources.
+        says_flags: Whether the source can say how added tokens treat the white space and the words around them.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class Tokenizer:
     caveats: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
+    says_flags: bool = True
 
     def id_of(self, text: str) -> int | None:
         """The id of the token with this text, added tokens first, or None."""

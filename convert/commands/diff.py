@@ -1,0 +1,180 @@
+"""``convert diff A B``: compare two checkpoints tensor by tensor, with their configs and tokenizers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from convert.commands.options import output_options, stack
+from convert.commands.sides import side, side_options
+
+if TYPE_CHECKING:
+    from convert.diff import Diff
+    from convert.differences import Difference
+    from convert.tensor_delta import TensorDelta
+
+#: Lines of tensors, and of config and tokenizer each, that fit one screen.
+_TENSORS, _LINES = 14, 6
+
+tolerance_options = stack(
+    click.option("--atol", type=float, metavar="X", help="B may lie within atol + rtol * |a|; else bits decide."),
+    click.option("--rtol", type=float, metavar="X", help="See --atol."),
+    click.option(
+        "--only", metavar="PATTERN", help="Only tensors whose Hugging Face name matches (*, ?) or contains it."
+    ),
+)
+
+
+@click.command("diff")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@tolerance_options
+@click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers.")
+@side_options
+@output_options
+def command(a: str, b: str, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
+    """Compare two checkpoints of any layouts and formats, without running them.
+
+    Tensors are brought into one layout and compared bit for bit (rotary rows that two layouts keep in different orders
+    are no difference), configs in one spelling, tokenizers by what they hold. Exit code 0: the same, 1: different.
+    """
+    result = run(a, b, options, show_progress=not (quiet or as_json))
+    if as_json:
+        click.echo(json.dumps(result.as_json(), indent=2, ensure_ascii=False))
+    elif not quiet:
+        for line in lines(result):
+            click.echo(line)
+    return result.exit_code
+
+
+def run(a: str, b: str, options: dict[str, Any], *, show_progress: bool, tensors_only: bool = False) -> Diff:
+    """Open both sides as the options say, and compare them.
+
+    Raises:
+        ConvertError: As :func:`convert.diff.diff`.
+    """
+    from convert.checkpoint import open_checkpoint
+    from convert.diff import diff
+
+    chosen = {key: options[key] for key in ("atol", "rtol", "only", "threads")}
+    with open_checkpoint(a, **side(a, options, "")) as first, open_checkpoint(b, **side(b, options, "_b")) as second:
+        total = sum(spec.nbytes for c in (first, second) for specs in c.tensors.values() for spec in specs)
+        progress = _progress(total) if show_progress else None
+        return diff(first, second, tensors_only=tensors_only, progress=progress, **chosen)
+
+
+def _progress(total: int) -> Callable[[int], None] | None:
+    """A line on a terminal's stderr that counts, nothing elsewhere."""
+    stream = sys.stderr
+    if not stream.isatty() or not total:
+        return None
+    done, shown = 0, -1
+
+    def tell(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        share = min(100, done * 100 // total)
+        if share != shown:
+            shown = share
+            stream.write(f"\r… comparing {share:3} %" if share < 100 else "\r                  \r")
+            stream.flush()
+
+    return tell
+
+
+def lines(result: Diff) -> Iterator[str]:
+    """The result in one screen: verdict, what both sides are, the worst tensors first, layers folded."""
+    from convert.report import human_bytes
+
+    yield f"diff: {result.verdict}"
+    yield f"  {result.message}"
+    for name, about in zip("AB", result.sides, strict=True):
+        types = ", ".join(f"{kind} × {count}" for kind, count in list(about["dtypes"].items())[:4])
+        yield f"  {name}  {about['path']}: {about['family']}, {about['layout']} layout, {about['format']}, {types}"
+    if result.seconds and result.bytes_read:
+        rate = human_bytes(result.bytes_read / result.seconds)
+        counts = ", ".join(f"{count} {relation}" for relation, count in result.counts.items())
+        yield f"  tensors: {counts}  ({human_bytes(result.bytes_read)} read, {rate}/s)"
+    yield from _table(fold(result.worst))
+    for name, found in (("config", result.config), ("tokenizer", result.tokenizer), ("record", result.record)):
+        yield from _said(name, found or ())
+    for hint in result.hints:
+        yield f"  {hint}"
+
+
+def _said(name: str, found: Sequence[Difference]) -> Iterator[str]:
+    if not found:
+        return
+    weighing = [d for d in found if d.weighs]
+    idle = len(found) - len(weighing)
+    if name == "record":
+        yield f"  record: {idle} entries differ ({', '.join(d.key for d in found[:4])}{' …' if idle > 4 else ''})"
+        return
+    yield f"  {name}:"
+    for difference in weighing[:_LINES]:
+        yield f"    {difference.line()}"
+    if len(weighing) > _LINES:
+        yield f"    … and {len(weighing) - _LINES} more"
+    if idle:
+        keys = [d.key for d in found if not d.weighs]
+        yield f"    that do not weigh: {', '.join(keys[:_LINES])}{' …' if idle > _LINES else ''}"
+
+
+def fold(deltas: Sequence[TensorDelta]) -> list[tuple[str, list[TensorDelta]]]:
+    """Deltas that say the same of several layers, under one folded name; the worst group first, as they come."""
+    from convert.report import fold_names
+
+    groups: dict[tuple[Any, ...], list[TensorDelta]] = {}
+    for delta in deltas:
+        layered = delta.row.startswith("layer ")
+        if layered and delta.shapes.count(None):  # a whole layer, or what a layer lacks
+            groups.setdefault((delta.relation, delta.row), []).append(delta)
+            continue
+        shapes = delta.shapes if delta.relation == "shape" else None
+        key = (delta.column if layered else delta.name, layered, delta.relation, delta.note, shapes)
+        groups.setdefault(key, []).append(delta)
+    return [(_group_name(fold_names(d.name for d in found)), found) for found in groups.values()]
+
+
+def _group_name(names: Sequence[str], most: int = 2) -> str:
+    """Folded names; of many only what they begin with and their number."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{commonprefix(list(names)).rpartition('.')[0]}.* ({len(names)} tensors)"
+
+
+def _table(groups: Sequence[tuple[str, list[TensorDelta]]]) -> Iterator[str]:
+    if not groups:
+        return
+    shown = groups[:_TENSORS]
+    wide = min(64, max(len(name) for name, _ in shown))
+    yield f"  {'':{wide}}  {'':11} {'max |Δ|':>9} {'rel. err':>9} {'cosine':>10} {'changed':>8}"
+    for name, found in shown:
+        first = found[0]
+        words = first.relation.replace("_", " in ").replace("in a", "in A").replace("in b", "in B")
+        line = f"  {_cut(name, wide):{wide}}  {words:11}"
+        if first.max_abs is not None:
+            error = max(d.error or 0.0 for d in found)
+            cosine = min((d.cosine for d in found if d.cosine is not None), default=None)
+            line += f" {max(d.max_abs or 0.0 for d in found):9.3g} {_number(error):>9}"
+            line += f" {'–' if cosine is None else f'{cosine:.7f}':>10} {max(d.changed or 0 for d in found):8.3%}"
+        elif first.relation == "shape":
+            line += f" A {list(first.shapes[0] or ())}, B {list(first.shapes[1] or ())}"
+        types = dict.fromkeys(d for d in first.dtypes if d)
+        yield line + f"  {' / '.join(types)}" + (f"  {first.note}" if first.note else "")
+    if len(groups) > _TENSORS:
+        yield f"  … and {len(groups) - _TENSORS} more lines; --json has all"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2e}" if math.isfinite(value) else "inf"
+
+
+def _cut(name: str, wide: int) -> str:
+    return name if len(name) <= wide else "…" + name[1 - wide :]
