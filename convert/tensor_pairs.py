@@ -90,11 +90,12 @@ def pair_tensors(a: Any, b: Any, *, only: str | None = None) -> Iterator[Pair]:
     """Pairs in the order of A, then what only B has.
 
     Args:
-        a: An opened checkpoint, or whatever has its ``reference_tensors`` (then both are taken by the reference
-            model's names).
+        a: An opened checkpoint, a view of one, or whatever has its ``reference_tensors`` (then both are taken by the
+            reference model's names).
         b: The other.
         only: A pattern (``*``, ``?``) that the name must match, as a whole or in part.
     """
+    a, b = getattr(a, "opened", a), getattr(b, "opened", b)  # views
     if hasattr(a, "match") and hasattr(b, "match"):
         first, second = _entries(a), _entries(b)
         stand_ins: tuple[Any, Any] = (partial(_stand_in, a), partial(_stand_in, b))

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -146,7 +146,9 @@ def _group_name(names: Sequence[str], most: int = 2) -> str:
     """Folded names; of many only what they begin with and their number."""
     if len(names) <= most:
         return ", ".join(names)
-    return f"{commonprefix(list(names)).rpartition('.')[0]}.* ({len(names)} tensors)"
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    begin = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns)]
+    return f"{'.'.join([*begin, '*'])} ({len(names)} tensors)"
 
 
 def _table(groups: Sequence[tuple[str, list[TensorDelta]]]) -> Iterator[str]:
