@@ -27,6 +27,7 @@ from convert.opening import find_config, hub_config
 from convert.other_heads import refuse_other_heads, refuse_other_models
 from convert.record import is_of
 from convert.source import FilePool, Source
+from convert.stamps import Stamp, stamps
 from convert.table import LAYOUTS, MappingTable
 from convert.two_configs import disagreement
 
@@ -89,6 +90,7 @@ class Checkpoint:
         record: What an earlier conversion wrote beside the weights.
         notes: Everything assumed, stripped or left alone.
         pairing: The order of rotary rows in Q and K as stored: ``half`` or ``interleaved``.
+        stamps: What the weight files were before anything was read from them.
     """
 
     path: Path
@@ -107,6 +109,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     pool: FilePool = field(default_factory=FilePool)
+    stamps: dict[Path, Stamp] = field(default_factory=dict)
 
     @property
     def family(self) -> str:
@@ -184,6 +187,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
     chosen = Options(**options)
     path = Path(src)
     found = locate(path)
+    seen = stamps(found.files)
     containers = _read_all(found)
     notes = [*found.notes, *(n for c in containers for n in c.notes)]
     wrapped: dict[str, Any] = {}
@@ -241,6 +245,7 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
         metadata=containers[0].metadata if found.format != "torch" else {},
         notes=notes,
         problems=problems,
+        stamps=seen,
     )
 
 

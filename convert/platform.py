@@ -10,12 +10,14 @@ import errno
 import os
 import threading
 
-#: Calls that are treated as absent (``pread``, ``pwrite``, ``copy_file_range``, ``flock``).
+#: Calls that are treated as absent (``pread``, ``pwrite``, ``copy_file_range``, ``flock``, ``renameat2``).
 DISABLED: set[str] = set()
 
 _COPY_BYTES = 8 << 20
 #: Parameters of glibc's mallopt (malloc.h), and up to which size freed blocks are kept.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 32 << 20
+#: Parameters of Linux's renameat2 (fcntl.h, linux/fs.h).
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _seek_lock = threading.Lock()
 _local = threading.local()
 _UNSUPPORTED = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY)
@@ -149,6 +151,42 @@ def lock_file(fd: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def sync_data(fd: int) -> None:
+    """Bring the data of an open file to the disk (with its size; not its times, where the system can leave them)."""
+    getattr(os, "fdatasync", os.fsync)(fd)
+
+
+def exchange(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
+    """Let two folders or files of one disk change names, in one step; False where the system cannot (nothing is done).
+
+    Raises:
+        OSError: It could, and failed.
+    """
+    if "renameat2" in DISABLED:
+        return False
+    import ctypes
+
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):  # not Linux, or an old C library
+        return False
+    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), os.fspath(b))
+
+
+def forget_cached(fd: int) -> None:
+    """Ask that the next reads of a synced file come from the disk; a no-op where that cannot be asked."""
+    if hasattr(os, "posix_fadvise"):
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            return
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:

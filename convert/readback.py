@@ -1,7 +1,8 @@
-"""The check after writing: sizes, headers, and blocks spread over the tensors against what they were made from.
+"""The check after writing: sizes, headers, and the tensors, some or all, against what they were made from.
 
-Cheap on purpose: at most :data:`BLOCKS` tensors are sampled. Whether the model computes the same is
-:mod:`convert.verify`'s business.
+The sampled check is cheap on purpose: at most :data:`BLOCKS` tensors are looked into. The full one reads every byte
+from the disk again and makes it from the source again (:mod:`convert.rederive`). Whether the model computes the same
+is :mod:`convert.verify`'s business.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from convert.errors import ConvertError, Problem
 from convert.formats.readers import read_container
 from convert.formats.spec import FileLayout, TensorSpec
-from convert.plan import ConversionPlan, Output
-from convert.platform import read_at
+from convert.plan import ConversionPlan, Output, Target
+from convert.platform import forget_cached, read_at
+from convert.rederive import rederive
+
+if TYPE_CHECKING:
+    from convert.writer import Writer
 
 #: How many outputs are compared with their sources, and about how many bytes of each.
 BLOCKS = 64
@@ -26,29 +31,72 @@ _BLOCK_BYTES = 64 << 10
 _SCATTERED_BYTES = 8 << 20
 
 
-def read_back(plan: ConversionPlan, folder: Path, fds: Sequence[int]) -> int:
+def read_back(plan: ConversionPlan, folder: Path, writer: Writer, *, full: bool = False, threads: int = 2) -> int:
     """Compare what lies in ``folder`` with the plan and its sources.
 
     Args:
         plan: The plan that was carried out.
         folder: Where its files are.
-        fds: Open descriptors of ``plan.files``, readable.
+        writer: What wrote them; its files are still open.
+        full: Compare every byte, not samples.
+        threads: Workers of the full comparison.
 
     Returns:
-        How many blocks were compared.
+        How many blocks were compared; of a full comparison, how many tensors.
 
     Raises:
         ConvertError: Something is not as planned.
     """
+    fds = writer.fds
     for file, fd in zip(plan.files, fds, strict=True):
         size = os.fstat(fd).st_size
         if size != file.size:
             raise _failed(file.name, f"has {size:,} bytes, planned were {file.size:,}")
         _compare_header(file, folder / file.name)
+    if full:
+        return _compare_all(plan, folder, writer, threads)
     chosen = plan.outputs
     if len(chosen) > BLOCKS:
         chosen = [chosen[i] for i in sorted({int(x) for x in np.linspace(0, len(chosen) - 1, BLOCKS)})]
     return sum(_compare_block(plan, fds, output, number) for number, output in enumerate(chosen))
+
+
+def _compare_all(plan: ConversionPlan, folder: Path, writer: Writer, threads: int) -> int:
+    """Every tensor, and everything around the tensors."""
+    for number, (file, fd) in enumerate(zip(plan.files, writer.fds, strict=True)):
+        forget_cached(fd)  # what was synced is now read from where it was written to
+        for offset, data in file.frame(writer.crcs(number)):
+            found = bytearray(len(data))
+            if read_at(fd, memoryview(found), offset) != len(data) or found != data:
+                raise _failed(file.name, f"differs from the plan in the {len(data):,} bytes at {offset:,}")
+
+    def place(target: Target) -> tuple[int, int]:
+        return writer.fds[target.file], plan.files[target.file].offsets[target.name]
+
+    result = rederive(plan, place, threads=threads, cancel=writer.cancel)
+    if writer.cancel.is_set():
+        raise writer.cancelled
+    if result.differences:
+        raise ConvertError(
+            [
+                _failed(
+                    d.file, f"differs from the source in {d.tensor!r}: {d.nbytes:,} bytes, the first in row {d.row:,}"
+                ).problems[0]
+                for d in result.differences
+            ]
+        )
+    return result.tensors
+
+
+def read_beside(plan: ConversionPlan, folder: Path) -> None:
+    """Compare the small files beside the weights with what was to be written.
+
+    Raises:
+        ConvertError: One of them is another.
+    """
+    for name, value in plan.sidecars.items():
+        if (folder / name).read_bytes() != (value if isinstance(value, bytes) else value.read_bytes()):
+            raise _failed(name, "is not what was written")
 
 
 def _compare_header(file: FileLayout, path: Path) -> None:

@@ -6,7 +6,6 @@ How bytes get to their places is :mod:`convert.writer`'s business, where the out
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from convert.journal import JOURNAL_NAME, Journal, fingerprint
 from convert.output import check_target, write_sidecar
 from convert.plan import ConversionPlan
 from convert.platform import available_memory, keep_freed_memory
-from convert.readback import read_back
+from convert.readback import read_back, read_beside
 from convert.record import seal
 from convert.stamps import changes, stamps
 from convert.writer import Cancelled, Progress, Writer, casts_within
@@ -96,8 +95,8 @@ def run(
         overwrite: Replace what is there.
         force: Write although free space or memory look too small.
         hashes: Put the SHA-256 of every source and output file into the record, taken in the same pass.
-        resume: Go on from what an earlier run of the same plan left in the partial folder, comparing it with the source;
-            and should this run be stopped, leave what is finished there.
+        resume: Go on from what an earlier run of the same plan left in the partial folder, comparing it with the
+            source; and should this run be stopped, leave what is finished there.
         check: ``sampled`` compares sizes, headers and some blocks of the finished files with the source, ``full`` every
             byte.
         progress: Called with the number of bytes written since the last call.
@@ -119,18 +118,19 @@ def run(
     before = stamps(plan.source.files) | plan.source.stamps
     kept = {*(Path(f.name).parts[0] for f in plan.files), JOURNAL_NAME} if resume else set()
     claim = Claim(out, single=plan.single_file, keep=kept)
-    journal = None
+    journal = writer = None
     try:
         journal = Journal(claim.folder, fingerprint(plan), resume=resume)
         claim.take_back(journal.moved)
         writer = Writer(plan, claim.folder, progress, cancel or threading.Event(), journal)
-        with contextlib.closing(writer):
-            found = writer.write(threads, hashes=hashes)
-            loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
-            checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
-            seal(plan, claim.folder, found)  # after the check, which names damage better
-            for name, value in plan.sidecars.items():
-                write_sidecar(claim.folder, name, value)
+        found = writer.write(threads, hashes=hashes)
+        loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
+        checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
+        seal(plan, claim.folder, found)  # after the check, which names damage better
+        for name, value in plan.sidecars.items():
+            write_sidecar(claim.folder, name, value)
+        read_beside(plan, claim.folder)
+        writer.close()
         if problems := changes(before):
             raise ConvertError(problems)
         with writing(out):
@@ -138,7 +138,12 @@ def run(
                 journal.close(keep=False)
             claim.commit(journal.commit)
     except BaseException as error:
-        raise _ended(error, claim, journal, resume=resume) from error.__cause__
+        keep = resume and not claim.done and _may_go_on(error)
+        if journal is not None:
+            journal.close(keep=keep)
+        if writer is not None:
+            writer.close()
+        raise _ended(error, claim, keep=keep) from error.__cause__
     notes = list(plan.notes)
     if loss:
         notes.append(f"{loss:,} non-zero values became zero in the narrower type")
@@ -156,27 +161,31 @@ def run(
     )
 
 
-def _ended(error: BaseException, claim: Claim, journal: Journal | None, *, resume: bool) -> BaseException:
+def _may_go_on(error: BaseException) -> bool:
+    """Whether the same run may succeed another time, so that what is finished is worth keeping."""
+    if isinstance(error, ConvertError):
+        kinds = {problem.kind for problem in error.problems}
+        return kinds == {"resume"} or kinds <= TRANSIENT
+    return not isinstance(error, Exception) or isinstance(error, (Cancelled, OSError, MemoryError))
+
+
+def _ended(error: BaseException, claim: Claim, *, keep: bool) -> BaseException:
     """Clean up after ``error``, or keep what is finished; returns the error, which then says so."""
-    kinds = {p.kind for p in error.problems} if isinstance(error, ConvertError) else set()
-    stopped = not isinstance(error, Exception) or isinstance(error, (Cancelled, OSError, MemoryError))
-    keep = resume and not claim.done and (kinds == {"resume"} or stopped or bool(kinds and kinds <= TRANSIENT))
-    if journal is not None:
-        journal.close(keep=keep)
     if not keep:
         claim.abandon()
         if claim.done:
             error.add_note(f"{claim.out} is complete.")
         return error
     claim.leave()
-    if kinds == {"resume"}:
+    if isinstance(error, ConvertError) and error.problems[0].kind == "resume":
         return error
     said = f"What is finished is kept in {claim.folder}; the same command with --resume goes on from there."
     if not isinstance(error, ConvertError):
         error.add_note(said)
         return error
     last = error.problems[-1]
-    return type(error)([*error.problems[:-1], replace(last, hint=f"{last.hint} {said}" if last.hint else said)])
+    told = type(error)([*error.problems[:-1], replace(last, hint=f"{last.hint} {said}" if last.hint else said)])
+    return told.with_traceback(error.__traceback__)
 
 
 def _resumed(writer: Writer, resume: bool) -> list[str]:

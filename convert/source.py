@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from convert.cast import CastLoss, cast
 from convert.dtypes import DTYPES
-from convert.errors import FormatError, Problem
+from convert.errors import ConvertError, FormatError, Problem
 from convert.formats.spec import TensorSpec
+from convert.io_errors import io_problem
 
 Array = NDArray[np.generic]
 Extent = tuple[Path, int, int]
@@ -50,10 +51,15 @@ class FilePool:
 
         Raises:
             FormatError: The file ends first.
+            ConvertError: The system cannot read it.
         """
         from convert.platform import read_at
 
-        if read_at(self.fd(path), buffer, offset) != len(buffer):
+        try:
+            got = read_at(self.fd(path), buffer, offset)
+        except OSError as error:
+            raise ConvertError(io_problem(error, path, writing=False)) from error
+        if got != len(buffer):
             raise FormatError(
                 Problem(
                     "truncated",

@@ -12,8 +12,9 @@ import pytest
 
 import convert
 from convert import output, platform
+from convert.claim import Claim
 from convert.errors import ConvertError, UsageError
-from convert.output import Claim, check_target
+from convert.output import check_target
 from convert.run import run
 from tests.fixtures import make_hf, make_scratch
 
@@ -114,14 +115,29 @@ def test_a_source_that_is_one_file_in_the_output_folder(tmp_path):
     assert (tmp_path / "out" / "model.pth").exists()
 
 
-def test_hard_links_to_the_source_survive_their_replacement(plan, made, tmp_path):
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_an_output_that_holds_links_to_the_source_is_refused(plan, made, tmp_path, link):
     out = tmp_path / "out"
     out.mkdir()
-    os.link(made.path / "model.safetensors", out / "model.safetensors")
+    link(made.path / "model.safetensors", out / "model.safetensors")
     before = (made.path / "model.safetensors").read_bytes()
-    run(plan, out, overwrite=True)
+    with pytest.raises(UsageError, match="is a file of the source"):
+        run(plan, out, overwrite=True)
     assert (made.path / "model.safetensors").read_bytes() == before
-    assert not (out / "model.safetensors").samefile(made.path / "model.safetensors")
+    assert (out / "model.safetensors").samefile(made.path / "model.safetensors")
+    (out / "model.safetensors").unlink()
+    (out / "model.safetensors").write_bytes(before)  # the control: a copy is no link
+    run(plan, out, overwrite=True)
+
+
+def test_a_source_in_the_partial_folder_is_not_cleared_away(plan, made, tmp_path):
+    run(plan, tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "next.partial")
+    before = (tmp_path / "next.partial" / "model.safetensors").read_bytes()
+    with pytest.raises(UsageError, match="would be prepared"):
+        convert.convert_checkpoint(tmp_path / "next.partial", tmp_path / "next", to="hf")
+    assert (tmp_path / "next.partial" / "model.safetensors").read_bytes() == before
+    convert.convert_checkpoint(tmp_path / "next.partial", tmp_path / "other", to="hf")
 
 
 def test_through_a_link_the_folder_behind_it_is_replaced(plan, tmp_path):
@@ -141,7 +157,7 @@ def test_folders_on_the_way_are_made_and_taken_back(plan, tmp_path, monkeypatch)
     out = tmp_path / "a" / "b" / "out"
     run(plan, out)
     assert names(out) >= FINISHED
-    monkeypatch.setattr("convert.run.read_back", lambda *_: 1 / 0)
+    monkeypatch.setattr("convert.run.read_back", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(plan, tmp_path / "c" / "d" / "out")
     with pytest.raises(ZeroDivisionError):
@@ -204,7 +220,7 @@ def test_two_runs_to_one_output_in_one_process(plan, tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from convert.output import Claim
+from convert.claim import Claim
 claim = Claim(Path(sys.argv[1]), single=False)
 (claim.folder / "model.safetensors").write_bytes(b"half")
 print("claimed", flush=True)
@@ -235,6 +251,7 @@ def test_without_locks_a_run_works_too(plan, tmp_path, monkeypatch):
 
 
 def test_a_rename_that_fails_gives_the_old_folder_back(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "DISABLED", {"renameat2"})
     out = tmp_path / "out"
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"old")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import convert
 from convert import run as engine
+from convert import writer as pieces
 from convert.errors import ConvertError
 from convert.platform import write_at
 from convert.run import Cancelled, run
@@ -56,7 +57,7 @@ class Broken(Exception):
 def test_an_error_in_a_piece(made, tmp_path, monkeypatch, target, at):
     """The error itself comes out, nothing stays, and the same plan works afterwards."""
     count = iter(range(10_000))
-    real = engine._Writer._write_piece
+    real = pieces.Writer.write_piece
 
     def fail(self, *piece):
         if next(count) == at:
@@ -66,7 +67,7 @@ def test_an_error_in_a_piece(made, tmp_path, monkeypatch, target, at):
     name = "out.gguf" if target == "gguf" else "out"
     options = {"tokenizer": False} if target == "gguf" else {}
     plan = convert.plan_conversion(made.path, target, **options)
-    monkeypatch.setattr(engine._Writer, "_write_piece", fail)
+    monkeypatch.setattr(pieces.Writer, "write_piece", fail)
     with pytest.raises(Broken):
         run(plan, tmp_path / name)
     assert not left(tmp_path)
@@ -85,9 +86,10 @@ def test_a_full_disk_in_the_middle(made, tmp_path, monkeypatch, after):
             raise OSError(errno.ENOSPC, "No space left on device")
         write_at(fd, data, offset)
 
-    monkeypatch.setattr(engine, "write_at", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(pieces, "write_at", full)
+    with pytest.raises(ConvertError, match="No space left") as caught:
         convert.convert_checkpoint(made.path, tmp_path / "out", to="meta")
+    assert caught.value.problems[0].kind == "disk_full" and "consolidated.00.pth" in str(caught.value)
     assert not left(tmp_path)
 
 
@@ -175,13 +177,14 @@ def test_what_becomes_zero_is_counted_once(made, tmp_path):
 
 def corrupt(monkeypatch, edit) -> None:
     """Let ``edit`` damage the partial output just after it was written."""
-    real = engine._Writer.write
+    real = pieces.Writer.write
 
-    def write(self, threads):
-        real(self, threads)
+    def write(self, threads, **options):
+        found = real(self, threads, **options)
         edit(self)
+        return found
 
-    monkeypatch.setattr(engine._Writer, "write", write)
+    monkeypatch.setattr(pieces.Writer, "write", write)
 
 
 @pytest.mark.parametrize("target", ["scratch", "meta", "hf"])
@@ -272,27 +275,27 @@ class Recorded(Source):
 
 def test_where_two_files_meet_only_a_small_piece_passes_through_memory(tmp_path, monkeypatch):
     """Model-parallel files joined by rows move inside the kernel but for the piece across the border."""
-    monkeypatch.setattr(engine, "COPY_BYTES", 1 << 17)
+    monkeypatch.setattr(pieces, "COPY_BYTES", 1 << 17)
     monkeypatch.setattr("convert.plan.PIECE_BYTES", 1 << 12)
     made = make_meta(tmp_path / "source", Shape(256, 32, 8, 8, 1008, 2500), mp=2)
     plan = convert.plan_conversion(made.path, "hf")
     reads: list[int] = []
     for i, output in enumerate(plan.outputs):
         if isinstance(output.source, Joined) and output.source.axis == 0:
-            plan.outputs[i] = engine.Output(Recorded(output.source, reads), output.targets)
-    pieces = list(engine._Writer(plan, tmp_path, None, threading.Event())._pieces())
+            plan.outputs[i] = pieces.Output(Recorded(output.source, reads), output.targets)
+    found = list(pieces.Writer(plan, tmp_path, None, threading.Event()).pieces())
     for output in plan.outputs:  # every row once, in order
-        spans = [(a, b) for o, a, b in pieces if o is output]
+        spans = [(a, b) for o, a, b in found if o is output]
         assert spans[0][0] == 0 and spans[-1][1] == output.source.shape[0]
         assert all(x[1] == y[0] for x, y in itertools.pairwise(spans))
-    monkeypatch.setattr(engine, "read_back", lambda *_: 0)
+    monkeypatch.setattr(engine, "read_back", lambda *_, **__: 0)
     run(plan, tmp_path / "out")
     assert reads and max(reads) <= 1 << 12
     monkeypatch.undo()
     plan.source.close()
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    made_of = load_file(tmp_path / "out" / "model.safetensors")
     wanted = make_hf(tmp_path / "wanted", made.shape).tensors
-    assert all(torch.equal(found[k], wanted[k]) for k in wanted)
+    assert all(torch.equal(made_of[k], wanted[k]) for k in wanted)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

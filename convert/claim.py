@@ -1,0 +1,251 @@
+"""The right to write one output: a partial folder beside it, locked while the run lasts, renamed when it is complete.
+
+Nothing half-written ever lies under the output's name. Whether the output may be written at all is
+:mod:`convert.output`'s business, what goes into the folder :mod:`convert.writer`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from convert.errors import ConvertError, Problem, UsageError
+from convert.journal import JOURNAL_NAME
+from convert.output import LOCK_NAME, landing, partial_folder, remove
+from convert.platform import exchange, lock_file, sync_folder
+
+#: Within the partial folder: the files of an older output, while those of the new one take their places.
+_OLD = "replaced"
+
+
+class Claim:
+    """The right to write one output.
+
+    The locks are the system's own, so that they end with their process however that ends. The folder itself is locked,
+    too: that lock survives the rename, so nobody can take the folder over while it gets its name.
+
+    Args:
+        out: The output.
+        single: Whether it is a file or files beside each other, not a folder.
+        keep: Names in the partial folder that an earlier, unfinished run may have left and that are not cleared away.
+
+    Attributes:
+        folder: The partial folder.
+        done: Whether the output has its name.
+
+    Raises:
+        ConvertError: Another run is writing the same output.
+        UsageError: Something that is no conversion's lies where the partial folder belongs.
+    """
+
+    def __init__(self, out: Path, *, single: bool, keep: Collection[str] = ()) -> None:
+        self.out = landing(out, single=single)
+        self.single = single
+        self.folder = partial_folder(out, single=single)
+        self.done = False
+        self._made = [p for p in self.out.parents if not p.exists()]
+        if not _ours(self.folder):
+            raise UsageError(
+                f"{self.folder} is in the way, and no conversion left it there.",
+                hint="Rename it or remove it yourself.",
+            )
+        self._lock = self.folder / LOCK_NAME
+        self._fds: list[int] = []
+        if not self._acquire():
+            self._close()
+            raise ConvertError(
+                Problem(
+                    "busy",
+                    f"another conversion is writing {out}.",
+                    file=str(self.folder),
+                    hint="Wait for it, or choose another output.",
+                )
+            )
+        for path in self.folder.iterdir():
+            if path != self._lock and path.name not in keep:
+                remove(path)
+
+    def _acquire(self) -> bool:
+        for _ in range(3):  # whoever holds the folder may rename or remove it at any moment
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                if not self._hold(os.open(self.folder, os.O_RDONLY), self.folder):
+                    return False
+            except FileNotFoundError:
+                continue
+            except OSError:  # Windows opens no folders
+                pass
+            try:
+                return self._hold(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644), self._lock)
+            except FileNotFoundError:
+                self._close()
+        return False
+
+    def _hold(self, fd: int, path: Path) -> bool:
+        self._fds.append(fd)
+        return lock_file(fd) and _same_file(fd, path)
+
+    def _close(self) -> None:
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._fds = []
+
+    def abandon(self) -> None:
+        """Leave nothing behind, neither the partial folder nor folders that were made to hold it."""
+        if not self.done:
+            _clear(self.folder)
+        self._close()
+        if not self.done:
+            for parent in self._made:
+                with contextlib.suppress(OSError):  # something else may be in it by now
+                    parent.rmdir()
+
+    def leave(self) -> None:
+        """Give it up, and leave what is there for a later run."""
+        self._close()
+
+    def take_back(self, moved: Mapping[str, list[int]]) -> None:
+        """Bring back what a killed run had moved to its place already, the first piece first.
+
+        The output is then as it was before that run's last step, and no reader finds a piece without the others.
+
+        Args:
+            moved: Name → ``[inode, bytes]``, as the journal has them.
+        """
+        for name in sorted(moved):
+            place = self.out.with_name(name)
+            if not (self.folder / name).exists() and is_moved(place, moved[name]):
+                os.replace(place, self.folder / name)
+
+    def commit(self, announce: Callable[[Mapping[str, list[int]]], None] | None = None) -> None:
+        """Give the complete output its name (or move its files beside each other), durably.
+
+        Args:
+            announce: Told, before the first of several files is moved, which they are: name → ``[inode, bytes]``.
+        """
+        if self.single:
+            sync_folder(self.folder)
+            self._move_files(announce)
+            self.done = True
+            sync_folder(self.out.parent)
+            _clear(self.folder)
+        else:
+            for name in (JOURNAL_NAME, LOCK_NAME):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.folder / name).unlink()
+            sync_folder(self.folder)
+            if self.out.exists():
+                self._replace_folder()
+            else:
+                os.replace(self.folder, self.out)
+            self.done = True
+            sync_folder(self.out.parent)
+        self._close()
+
+    def _move_files(self, announce: Callable[[Mapping[str, list[int]]], None] | None) -> None:
+        """Weights come last, the piece that a loader opens last of all: who finds it finds all of them.
+
+        The pieces of an older output go first, in the opposite order, and come back if anything fails.
+        """
+        inside = [p for p in self.folder.iterdir() if p.name not in (LOCK_NAME, JOURNAL_NAME, _OLD)]
+        weights = sorted((p for p in inside if p.suffix == ".gguf"), reverse=True)
+        new = [*(p for p in inside if p not in weights), *weights]
+        away = new if len(weights) > 1 else new[:-1]  # one file takes the place of another in one step
+        if announce is not None:
+            announce({p.name: [p.stat().st_ino, p.stat().st_size] for p in new})
+        (self.folder / _OLD).mkdir(exist_ok=True)
+        steps = [(self.out.with_name(p.name), self.folder / _OLD / p.name) for p in reversed(away)]
+        steps = [(a, b) for a, b in steps if os.path.lexists(a)]
+        steps += [(p, self.out.with_name(p.name)) for p in new]
+        begun = []
+        try:
+            for step in steps:
+                begun.append(step)
+                os.replace(*step)
+        except BaseException:
+            for a, b in reversed(begun):
+                if not os.path.lexists(a):
+                    with contextlib.suppress(OSError):
+                        os.replace(b, a)
+            raise
+
+    def _replace_folder(self) -> None:
+        """The old folder goes when the new one has its name; where the system can, they change names in one step."""
+        try:
+            held = os.open(self.out, os.O_RDONLY)
+            self._fds.append(held)
+            lock_file(held)  # after the exchange it is the partial folder, and still ours
+        except OSError:
+            pass
+        marker = self.out / LOCK_NAME
+        with contextlib.suppress(OSError):
+            marker.touch()  # says that the old folder may be cleared away, should we be killed at it
+        try:
+            if exchange(self.folder, self.out):
+                self.done = True
+                sync_folder(self.out.parent)
+                _clear(self.folder)
+                return
+        finally:
+            if not self.done:
+                with contextlib.suppress(OSError):
+                    marker.unlink()
+        names = (f"{self.out.name}.replaced{number or ''}" for number in itertools.count())
+        old = next(path for path in map(self.out.with_name, names) if not os.path.lexists(path))
+        os.replace(self.out, old)
+        try:
+            os.replace(self.folder, self.out)
+        except BaseException:
+            if not self.out.exists():
+                os.replace(old, self.out)
+            raise
+        remove(old)
+
+
+def is_moved(path: Path, identity: list[int]) -> bool:
+    """Whether a file is the one that a killed run had moved there (``[inode, bytes]``)."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return [found.st_ino, found.st_size] == list(identity)
+
+
+def _clear(folder: Path) -> None:
+    """Remove a partial folder; what tells that it is ours goes last."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != LOCK_NAME:
+                remove(path)
+    remove(folder / LOCK_NAME)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _ours(folder: Path) -> bool:
+    """Whether a partial folder may be cleared: there is none, it is empty, or a conversion was killed in it.
+
+    Such a folder holds the lock or the journal, or, killed between the last check and the rename, a complete output
+    with its record.
+    """
+    from convert.locate import RECORD_NAME
+
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        return False
+    try:
+        inside = os.listdir(folder)
+    except FileNotFoundError:  # not there, or just renamed by the run that made it
+        return True
+    return not inside or any(name in (LOCK_NAME, JOURNAL_NAME) or name.endswith(RECORD_NAME) for name in inside)
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    """Whether the open file still has this name (the run that held it may just have ended)."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
+        return False
