@@ -2,9 +2,8 @@
 
 Reads of ``as_json()`` (schema ``convert.diagnose/1``): ``verdict`` (``good``, ``broken``, ``undecided``), ``message``,
 ``hints``, ``causes`` (a list of ``fault``, ``words``, ``confidence``, ``evidence`` (str or list of str), ``loss``,
-``fix`` (the whole command or None)), ``probe`` (``order``, ``expected``, ``agrees``, ``confidence``, and the evidence
-as numbers), ``findings`` (odd tensors, as :meth:`convert.errors.Problem.as_json` gives them; also read from
-``tensors``).
+``fix`` (the whole command or None)), ``probe`` (:meth:`convert.qk_probe.Probe.as_json`), ``findings`` (odd tensors, as
+:meth:`convert.errors.Problem.as_json` gives them; also read from ``tensors``).
 
 Reads of ``detail()``, every key optional::
 
@@ -49,6 +48,7 @@ VERDICTS = {
 }
 #: Hypotheses of one drawing; the table has all of them.
 DRAWN = 16
+_ROWS = {"q": "Q", "k": "K", "both": "both"}
 
 
 def diagnose_page(value: Mapping[str, Any], detail: Mapping[str, Any]) -> Page:
@@ -140,7 +140,8 @@ def _hypotheses(group: list[Mapping[str, Any]], tokens: Any, detail: Mapping[str
         for h in run[:DRAWN]
     ]
     if own is not None:
-        entries.append(Loss("as it is", own, whole.get("low"), whole.get("high"), "control"))
+        ends = (whole.get("low"), whole.get("high")) if own == finite(whole.get("loss")) else (None, None)
+        entries.append(Loss("as it is", own, *ends, "control"))
     control = detail.get("control") or {}
     if finite(control.get("loss")) is not None and control.get("tokens", tokens) == tokens:
         entries.append(Loss(f"broken on purpose: {control.get('name')}", float(control["loss"]), None, None, "control"))
@@ -198,8 +199,11 @@ def _probe(result: Any, layers: Sequence[Any]) -> Part | None:
     if result.get("expected"):
         words += f"; the layout says {result['expected']}"
     words += "."
-    known = [[k.replace("_", " "), number(v)] for k, v in _flat(result)]
-    more = table(["", "value"], known, caption="Evidence") if known else ""
+    if result.get("confidence"):
+        words += f" Confidence: {number(result['confidence'])}."
+    head = ["rows of", "order", "halves", "interleaved", "heads"]
+    known = [_evidence(name, result[key]) for key, name in _ROWS.items() if isinstance(result.get(key), Mapping)]
+    more = table(head, known, caption="Unlikeness over that of random pairs", words=2) if known else ""
     drawing = numbers = ""
     if layers:
         lines = [
@@ -224,15 +228,14 @@ def _probe(result: Any, layers: Sequence[Any]) -> Part | None:
     return "probe", heading, section("probe", heading, words=words, drawing=drawing, numbers=numbers, more=more)
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Scalars of a nested result; lists stay in the raw result."""
-    out: list[tuple[str, Any]] = []
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            out += _flat(item, f"{prefix}{key} ")
-        elif item is None or isinstance(item, (str, int, float)):
-            out.append((f"{prefix}{key}", item))
-    return out
+def _evidence(name: str, found: Mapping[str, Any]) -> list[str]:
+    """A row of the evidence: what the rows of Q, of K, or of both say."""
+    random = finite(found.get("r"))
+    ratios = [
+        number(value / random) if value is not None and random else "–"
+        for value in map(finite, (found.get("h"), found.get("i")))
+    ]
+    return [name, str(found.get("order") or "cannot tell"), *ratios, number(found.get("heads"))]
 
 
 def _findings(problems: Sequence[Any]) -> Part | None:
@@ -243,7 +246,7 @@ def _findings(problems: Sequence[Any]) -> Part | None:
     ]
     if not rows:
         return None
-    html = table(["tensor", "what", "finding"], rows, caption="Findings", words=3)
+    html = table(["tensor", "what", "finding"], rows, caption="Findings", words=3, cards=True)
     heading = "Odd tensors"
     words = "What stands out among the tensors without running the model."
     return "findings", heading, section("findings", heading, words=words, more=html)

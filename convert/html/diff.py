@@ -2,8 +2,8 @@
 
 Reads of ``as_json()`` (schema ``convert.diff/1``): ``verdict`` (``equal``, ``close``, ``different``), ``message``,
 ``hints``, ``missing`` and ``extra`` (lists of names: in A only, in B only), ``shapes`` and ``dtypes`` (lists of
-``name``, ``a``, ``b``), ``config`` and ``tokenizer`` (lists of ``key``, ``a``, ``b``), ``counts`` (relation → number
-of tensors), ``tolerance``.
+``name``, ``a``, ``b``), ``config`` and ``tokenizer`` (lists of ``key``, ``a``, ``b``, ``weighs``, ``note``),
+``counts`` (relation → number of tensors), ``tolerance``.
 
 Reads of ``detail()``, every key optional::
 
@@ -59,6 +59,7 @@ def diff_page(value: Mapping[str, Any], detail: Mapping[str, Any]) -> Page:
         ("dtypes", "Other types", "The same tensor, stored in another type."),
         ("config", "Config", "Quantities that the two configs state differently."),
         ("tokenizer", "Tokenizer", "What differs between the two tokenizers."),
+        ("record", "Record", "What the records of the two conversions say differently; it never weighs."),
     ):
         part = _two_sides(key, heading, words, listed(value.get(key)))
         if part:
@@ -74,7 +75,9 @@ def _summary(value: Mapping[str, Any], detail: Mapping[str, Any]) -> Part:
     if control:
         words += f" For comparison: {control.get('name')} would show as {number(control.get('error'))}."
     if value.get("tolerance") is not None:
-        words += f" Tolerance: {number(value['tolerance'])}."
+        limit = value["tolerance"]
+        said = [f"{k} {number(v)}" for k, v in limit.items()] if isinstance(limit, Mapping) else [number(limit)]
+        words += f" Tolerance: {', '.join(said)}."
     html = table(["relation", "tensors"], rows, caption="Tensors") if rows else ""
     html += bullets(listed(value.get("hints")))
     return "summary", "In short", section("summary", "In short", words=words, more=html)
@@ -85,12 +88,15 @@ def _two_sides(key: str, heading: str, words: str, items: Sequence[Any]) -> Part
     for item in items:
         if isinstance(item, Mapping):
             name = item.get("name", item.get("key", item.get("tensor", "")))
-            rows.append([name, _said(item.get("a")), _said(item.get("b"))])
+            idle = "not of weight" if item.get("weighs") is False else ""
+            rows.append([name, _said(item.get("a")), _said(item.get("b")), item.get("note") or idle])
         else:
-            rows.append([item, "", ""])
+            rows.append([item, "", "", ""])
     if not rows:
         return None
-    html = table(["", "A", "B"], rows, caption=heading, words=3)
+    noted = any(row[3] for row in rows)
+    head = ["", "A", "B", "note"] if noted else ["", "A", "B"]
+    html = table(head, [row[: len(head)] for row in rows], caption=heading, words=4, cards=True)
     return key, heading, section(key, heading, words=words, more=html)
 
 

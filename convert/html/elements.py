@@ -55,6 +55,7 @@ def table(
     caption: str,
     words: int = 1,
     most: int = TABLE_ROWS,
+    cards: bool = False,
 ) -> str:
     """A table that scrolls by itself where it is wider than the screen.
 
@@ -64,13 +65,16 @@ def table(
         caption: What it holds.
         words: How many columns, from the left, are text; the others are numbers and stand at the right.
         most: Rows that are shown.
+        cards: On a telephone, one row below the other instead of columns; for tables of sentences.
     """
     listed = list(rows)
     cut = f"<p>{len(listed) - most:,} more rows are left out.</p>" if len(listed) > most else ""
     top = "".join(f'<th scope="col"{"" if i < words else " class=n"}>{escape(t)}</th>' for i, t in enumerate(head))
-    body = "".join(f"<tr>{_row(row, words)}</tr>" for row in listed[:most])
+    labels = head if cards else ()
+    body = "".join(f"<tr>{_row(row, words, labels)}</tr>" for row in listed[:most])
+    kind = ' class="cards"' if cards else ""
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table{kind}>'
         f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>{cut}"
     )
 
@@ -81,14 +85,15 @@ class Markup(str):
     __slots__ = ()
 
 
-def _row(row: Sequence[Any], words: int) -> str:
+def _row(row: Sequence[Any], words: int, labels: Sequence[str]) -> str:
     cells = []
     for i, value in enumerate(row):
         shown = value if isinstance(value, Markup) else escape(value)
         if i == 0:
             cells.append(f'<th scope="row">{shown}</th>')
         else:
-            cells.append(f"<td>{shown}</td>" if i < words else f"<td class=n>{shown}</td>")
+            label = f' data-label="{escape(labels[i])}"' if labels and labels[i] else ""
+            cells.append(f"<td{label}>{shown}</td>" if i < words else f"<td{label} class=n>{shown}</td>")
     return "".join(cells)
 
 

@@ -64,8 +64,11 @@ def curves(
         limit: A horizontal line and its name.
         unit: Linear scale around 1, for ratios, in place of the logarithmic one.
     """
+    every = max(1, math.ceil(max(len(c.values) for c in lines) / CURVE_POINTS))
     lines = [Curve(c.label, thinned(c.values), c.colour) for c in lines]
-    every = max(1, math.ceil(max(len(c.values) for c in lines) / CURVE_POINTS)) if steps is None else 1
+    length = 1 if steps is not None else every  # of a step, on the axis
+    if steps is not None:
+        steps = steps[::every]
 
     def paint(figure: Any, narrow: bool) -> None:
         axes = figure.add_subplot()
@@ -76,13 +79,13 @@ def curves(
         for c in lines:
             values = [math.nan if (v := finite(w)) is None else max(v, floor) for w in c.values]
             axes.plot(
-                range(len(values)),
+                [i * length for i in range(len(values))],
                 values,
                 label=plain(c.label, longest=40),
                 color=COLOURS[c.colour],
                 linestyle=_DASHES[c.colour],
                 linewidth=1.8 if len(values) < 300 else 1.2,
-                marker="o" if len(values) <= 40 else None,
+                marker="o" if len(values) <= (20 if narrow else 40) else None,
                 markersize=3.5,
             )
         if limit:
@@ -94,7 +97,7 @@ def curves(
             _decades(axes.yaxis, floor, top)
         elif not found:
             axes.set_ylim(0, 1)
-        _steps(axes, steps, max(len(c.values) for c in lines), narrow, length=every)
+        _steps(axes, steps, max(len(c.values) for c in lines) * length, narrow)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         figure.legend(loc="outside upper left", ncols=1 if narrow else 4)
@@ -128,18 +131,29 @@ def _power(exponent: int) -> str:
     return f"{10.0**exponent:g}" if -3 <= exponent <= 3 else f"1e{exponent}".replace("-", "−")
 
 
-def _steps(axes: Any, steps: Sequence[str] | None, count: int, narrow: bool, *, length: int = 1) -> None:
+def _steps(axes: Any, steps: Sequence[str] | None, count: int, narrow: bool) -> None:
     """Ticks of the horizontal axis: whole steps, as many as there is room for."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(-0.5 - count / 100, count - 0.5 + count / 100)
     if steps is None:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if narrow else 12, integer=True))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{int(value) * length}")
         return
     room = 6 if narrow else 14
-    chosen = list(range(0, len(steps), max(1, math.ceil(len(steps) / room))))
+    chosen = _round_steps(steps, room)
     axes.set_xticks(chosen, [plain(steps[i].removeprefix("layer "), longest=12) for i in chosen])
+
+
+def _round_steps(steps: Sequence[str], room: int) -> list[int]:
+    """Which steps are named: all, or the layers whose numbers are multiples of a round one."""
+    if len(steps) <= room:
+        return list(range(len(steps)))
+    numbers = {i: int(n) for i, s in enumerate(steps) if (n := s.removeprefix("layer ")).isdecimal()}
+    for stride in (2, 5, 10, 20, 50, 100):
+        chosen = [i for i, n in numbers.items() if n % stride == 0]
+        if 0 < len(chosen) <= room:
+            return chosen
+    return list(range(0, len(steps), math.ceil(len(steps) / room)))
 
 
 def pairs(
@@ -225,6 +239,7 @@ def heat(
         title: For those who do not see it.
         description: The same.
     """
+    edge = 0.6 if len(rows) <= 60 else 0.25
     numbered = {key: i for i, key in enumerate(cells)}
     tips = {f"cell{i}": cells[key][1] for key, i in numbered.items()}
 
@@ -236,7 +251,7 @@ def heat(
             y, x = rows.index(row), columns.index(column)
             corner = (x, y) if narrow else (y, x)
             colour = COLOURS[f"heat{heat_class(cells[row, column][0])}"]
-            cell = Rectangle(corner, 1, 1, facecolor=colour, edgecolor=COLOURS["paper"], linewidth=0.6)
+            cell = Rectangle(corner, 1, 1, facecolor=colour, edgecolor=COLOURS["paper"], linewidth=edge)
             cell.set_gid(f"cell{i}")
             axes.add_patch(cell)
         axes.grid(False)
@@ -245,7 +260,7 @@ def heat(
         across, down = (columns, rows) if narrow else (rows, columns)
         axes.set(xlim=(0, len(across)), ylim=(len(down), 0))
         kinds = [plain(c, longest=30) for c in columns]
-        some = list(range(0, len(rows), max(1, math.ceil(len(rows) / (40 if narrow else 24)))))
+        some = _round_steps(rows, 40 if narrow else 24)
         layers = [i + 0.5 for i in some], [plain(rows[i].removeprefix("layer "), longest=12) for i in some]
         if narrow:
             axes.xaxis.tick_top()
@@ -306,7 +321,7 @@ def losses(entries: Sequence[Loss], *, baseline: float | None, name: str, title:
                 axes.plot([low, high], [i, i], color=colour, linewidth=1.6)
             axes.plot([e.value], [i], color=colour, marker=marks[e.colour], markersize=7)
             axes.annotate(
-                f"{plain(e.label, longest=38 if narrow else 90)}  {number(e.value)}",
+                f"{plain(e.label, longest=38 if narrow else 90)}: {number(e.value)}",
                 (left, i),
                 xytext=(0, 9),
                 textcoords="offset points",

@@ -182,9 +182,7 @@ def tensors_part(found: Sequence[Mapping[str, Any]] | None, *, key: str = "tenso
         )
     worst = sorted((t for t in found if _error(t) > 0), key=_error, reverse=True)
     folded = fold_names(str(t.get("name")) for t in worst)
-    same = (
-        f"All {len(found)} tensors are equal." if not worst else f"{len(worst)} of {len(found)} tensors are not equal."
-    )
+    same = f"Not equal: {len(worst)} of {len(found)} tensors." if worst else f"All {len(found)} tensors are equal."
     words = (
         f"{same} The colour is the relative error of each tensor, rows of Q and K put into a common order. A fault has "
         "a shape: one kind in all layers, or one layer in all kinds."

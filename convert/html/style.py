@@ -76,12 +76,19 @@ dl{display:grid;grid-template-columns:auto minmax(0,1fr);gap:.1rem .8rem;margin:
 dt{color:var(--muted)}dd{margin:0;overflow-wrap:anywhere}
 .key{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem .9rem;padding:0;font-size:.88rem}
 .chip{display:inline-block;width:.85em;height:.85em;border-radius:2px;margin-right:.4em;border:1px solid var(--muted)}
-footer{border-top:1px solid var(--grid);padding-top:1rem;padding-bottom:2rem;font-size:.9rem}
+footer{padding-bottom:2rem;font-size:.9rem}
+.plain .scroll{max-width:64rem}
+.side{display:grid;gap:0 3rem;grid-template-columns:minmax(0,1fr)}
 @media (min-width:700px){svg.wide{display:block;max-width:980px}svg.narrow{display:none}}
 @media (min-width:1180px){section:not(.plain){grid-template-columns:minmax(0,1fr) minmax(0,21rem);column-gap:2.5rem}
 section:not(.plain) .words{grid-column:2;grid-row:1}section:not(.plain) .drawing{grid-column:1;grid-row:1}
 section:not(.plain) details{grid-column:1/-1}}
-@media (max-width:480px){h1{font-size:1.6rem}header,main,footer{padding-left:1rem;padding-right:1rem}}
+@media (min-width:900px){.side{grid-template-columns:repeat(2,minmax(0,1fr))}}
+@media (max-width:480px){.cards thead{display:none}.cards caption{display:block}
+.cards,.cards tbody,.cards tr,.cards th,.cards td{display:block}
+.cards th,.cards td{border:0;padding:.1rem 0}.cards tr{border-bottom:1px solid var(--grid);padding:.5rem 0}
+.cards tbody th{font-weight:600}.cards td[data-label]::before{content:attr(data-label)": ";color:var(--muted)}
+h1{font-size:1.6rem}header,main,footer{padding-left:1rem;padding-right:1rem}}
 @media print{nav{display:none}section{break-inside:avoid}}
 """
 

@@ -113,8 +113,9 @@ def _figures(value: Mapping[str, Any]) -> tuple[str, str, str]:
     if value.get("tolerance_abs") is not None:
         judged.append(["tolerance (max |Δ|)", number(value["tolerance_abs"])])
     head = ["", "A against B", "broken copy"]
-    html = table(head, rows, caption="The result, and the control beside it") + table(
-        ["", "value"], judged, caption="What it is judged by"
+    html = (
+        f'<div class="side">{table(head, rows, caption="The result, and the control beside it")}'
+        f"{table(['', 'value'], judged, caption='What it is judged by')}</div>"
     )
     words = _about_control(value.get("control"))
     heading = "The figures"
