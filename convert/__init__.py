@@ -20,6 +20,7 @@ _HOMES = {
     "plan_conversion": "convert.conversion",
     "inspect": "convert.inspect",
     "validate": "convert.validate",
+    "check": "convert.check",
     "verify": "convert.verify",
     "diff": "convert.diff",
     "compare_tensors": "convert.tensor_comparison",
@@ -41,6 +42,7 @@ __all__ = [
     "Problem",
     "UsageError",
     "__version__",
+    "check",
     "compare_tensors",
     "convert_checkpoint",
     "diff",
@@ -59,6 +61,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from convert.check import check
     from convert.checkpoint import Checkpoint, open_checkpoint
     from convert.conversion import convert_checkpoint, plan_conversion
     from convert.diff import diff

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "to": ("conversions", "to", "Any source → the LAYOUT named."),
     "inspect": ("inspect", "command", "What a checkpoint is: format, layout, sizes, RoPE, memory."),
     "validate": ("validate", "command", "Whether every tensor is there, once, in the right shape."),
+    "check": ("check", "command", "Whether an output is still what was written, by its record and its source."),
     "verify": ("verify", "command", "Run two checkpoints and compare their logits."),
     "diff": ("diff", "command", "Compare two checkpoints tensor by tensor, with config and tokenizer."),
     "repair": ("repair", "command", "Write a corrected copy: undo a known fault of a conversion."),

@@ -23,7 +23,7 @@ def command(src: str, scan: bool, threads: int, as_json: bool, quiet: bool, debu
     """Check the checkpoint SRC: every tensor once, right shapes, whole files. Exit code 0 (sound) or 1."""
     from convert.validate import validate
 
-    with _progress(shown=scan and not (as_json or quiet)) as progress:
+    with progress_bar(shown=scan and not (as_json or quiet)) as progress:
         chosen = {k: v for k, v in options.items() if v is not None}
         found = validate(src, scan=scan, threads=threads, progress=progress, **chosen)
     if as_json:
@@ -35,8 +35,8 @@ def command(src: str, scan: bool, threads: int, as_json: bool, quiet: bool, debu
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """Bytes read and the rate, on a terminal only."""
+def progress_bar(*, shown: bool) -> Iterator[Callable[[int], None] | None]:
+    """Bytes read and the rate, on a terminal only; what is called with bytes, or None."""
     if not shown or not sys.stderr.isatty():
         yield None
         return
