@@ -153,9 +153,15 @@ def _verify(console: Console, value: Mapping[str, Any], detail: Mapping[str, Any
     if value.get("tolerance_abs") is not None:
         judged.append(f"tolerance of max |Δ| {number(value['tolerance_abs'])}")
     _say(console, "NMSE: " + ", ".join(judged))
+    prompts = [p for p in value.get("prompts") or () if isinstance(p, Mapping)]
+    if prompts:
+        beyond = sum(not p.get("within") for p in prompts)
+        worst = plain(value.get("worst_prompt"), longest=60)
+        _say(console, f"{len(prompts)} prompts, {beyond} of them beyond tolerance; farthest apart: {worst}")
     _curves(console, detail)
     _worst(console, detail.get("tensors"))
-    _hints(console, value.get("hints"))
+    said = (detail.get("departs") or {}).get("words")
+    _hints(console, [hint for hint in value.get("hints") or () if hint != said])
 
 
 def _position(value: Any) -> str:
@@ -183,7 +189,7 @@ def _curves(console: Console, detail: Mapping[str, Any]) -> None:
         _rows(console, rows, left=2)
     departs = detail.get("departs")
     if departs:
-        _say(console, f"The hidden states part at {departs.get('step')}. {departs.get('words') or ''}".rstrip())
+        _say(console, departs.get("words") or f"The hidden states part at {departs.get('step')}.")
 
 
 def _spark(values: Sequence[Any], low: float, high: float, width: int) -> str:

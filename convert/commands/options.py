@@ -71,6 +71,13 @@ output_options = stack(
     click.option("--debug", is_flag=True, help="Show the traceback of an error."),
 )
 
+report_option = click.option(
+    "--report",
+    metavar="FILE",
+    type=click.Path(),
+    help="Write a page to look at (HTML, one file); drawn with matplotlib: pip install 'ckpt-convert[report]'.",
+)
+
 conversion_options = stack(
     click.option(
         "--dtype",
@@ -99,3 +106,27 @@ conversion_options = stack(
     click.option("--hash", "hashes", is_flag=True, help="Record the SHA-256 of all files, for `convert check`."),
     click.option("--force", is_flag=True, help="Go on although disk space or memory look too small."),
 )
+
+
+def report_writer(out: str | None, *, quiet: bool = False) -> Callable[[Any], None]:
+    """What writes a result's page; called before the work, so that what cannot be written is refused before it.
+
+    Args:
+        out: The page, or None: nothing is written.
+        quiet: Whether the page's path is told.
+
+    Raises:
+        UsageError: matplotlib is missing, or the place is no place for a report.
+    """
+    if out is None:
+        return lambda _: None
+    from convert.html import check_report, write_report
+
+    check_report(out)
+
+    def write(result: Any) -> None:
+        path = write_report(result, out)
+        if not quiet:
+            click.echo(f"report: {path}", err=True)
+
+    return write

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from convert.commands.options import output_options
+from convert.commands.options import output_options, report_option, report_writer
 
 if TYPE_CHECKING:
     from convert.verify import VerifyResult
@@ -56,6 +56,7 @@ SOURCE = ("size", "key", "qk_layout", "layout", "family", "tie")
 @click.option("--layout", type=click.Choice(["hf", "meta", "scratch", "gguf"]), help="Layout of A's names.")
 @click.option("--family", metavar="NAME", help="Family of A, where it is not recognised.")
 @click.option("--tie", type=click.Choice(["share", "copy"]), help="share: A's missing head is its embedding.")
+@report_option
 @output_options
 def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Run A and B on the reference model, each as stored, and compare their logits.
@@ -66,6 +67,7 @@ def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **op
     With --engine llama.cpp, real llama.cpp runs A, a GGUF file, and its predictions are compared with those of the
     reference model on B.
     """
+    write_report = report_writer(options["report"], quiet=quiet)
     text = options["text"]
     if text and text.startswith("@"):
         text = Path(text[1:]).read_text(encoding="utf-8")
@@ -74,7 +76,10 @@ def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **op
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif not quiet:
+        from convert.terminal import show
+
         show(result)
+    write_report(result)
     return {"pass": 0, "fail": 1, "weak": 3}[result.verdict]
 
 
@@ -118,36 +123,3 @@ def _recognised(path: str) -> bool:
             return not found.table.names_file
     except ConvertError:
         return False
-
-
-def show(result: VerifyResult) -> None:
-    """The result in one screen."""
-    value = result.as_json()
-    control = value["control"] or {}
-    against = f", A in {value['engine']}" if "engine" in value else ""
-    click.echo(f"verify: {result.verdict} (on {result.device}, {result.dtype}, {result.n_tokens} tokens{against})")
-    click.echo(f"  {result.message}")
-    rows = [
-        ("max |Δ|", "max_abs"),
-        ("NMSE", "nmse"),
-        ("KL mean", "kl_mean"),
-        ("KL max", "kl_max"),
-        ("top-1 agreement", "top1"),
-    ]
-    click.echo(f"  {'':22}{'A against B':>14}{'broken copy':>14}")
-    for label, key in rows:
-        click.echo(f"  {label:22}{_number(value[key]):>14}{_number(control.get(key)):>14}")
-    first = value["first_diff_position"]
-    click.echo(f"  first difference      {'none' if first is None else f'position {first}':>14}")
-    if "tolerance_abs" in value:
-        click.echo(f"  tolerance (max |Δ|)   {value['tolerance_abs']:>14.2e}")
-    if value.get("tolerance") is not None:
-        click.echo(f"  tolerance (NMSE)      {value['tolerance']:>14.2e}")
-    for hint in result.hints:
-        click.echo(f"  {hint}")
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2e}" if isinstance(value, float) and value not in (0.0, 1.0) else f"{value:g}"

@@ -147,7 +147,7 @@ def layers_part(
     heading = "Layer by layer"
     words = "How far the hidden states of B lie from those of A after every layer. "
     if departs:
-        words += f"They part at {departs.get('step')}. {departs.get('words') or ''}".strip()
+        words += str(departs.get("words") or f"They part at {departs.get('step')}.")
     else:
         words += "A fault shows as a step up from the line of rounding; without one both lines rise together."
     numbers = table(["after", "B", "rounding", "broken copy"], rows, caption="NMSE by layer")

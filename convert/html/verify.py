@@ -2,8 +2,8 @@
 
 Reads of ``as_json()`` (schema ``convert.verify/1``): ``verdict``, ``message``, ``hints``, ``device``, ``dtype``,
 ``n_tokens``, ``max_abs``, ``nmse``, ``kl_mean``, ``kl_max``, ``top1``, ``first_diff_position``, ``tolerance``,
-``noise``, ``control`` (None, or ``name``, ``seen`` and the same five figures), ``engine``; unknown keys appear in the
-raw result only.
+``noise``, ``prompts`` (per prompt ``label``, ``within``, ``n_tokens`` and the same figures), ``control`` (None, or
+``name``, ``seen`` and the same five figures), ``engine``; unknown keys appear in the raw result only.
 
 Reads of ``detail()``, every key optional::
 
@@ -30,7 +30,7 @@ Reads of ``detail()``, every key optional::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convert.html.elements import bullets, section, table
@@ -71,6 +71,8 @@ def verify_page(value: Mapping[str, Any], detail: Mapping[str, Any]) -> Page:
     if value.get("device"):
         page.sides.append(("run", where + engine))
     page.sections.append(_figures(value))
+    if value.get("prompts"):
+        page.sections.append(_prompts(listed(value["prompts"])))
     add_parts(page, detail)
     return page
 
@@ -120,6 +122,24 @@ def _figures(value: Mapping[str, Any]) -> tuple[str, str, str]:
     words = _about_control(value.get("control"))
     heading = "The figures"
     return "figures", heading, section("figures", heading, words=words, more=html + bullets(listed(value.get("hints"))))
+
+
+def _prompts(prompts: Sequence[Any]) -> tuple[str, str, str]:
+    rows = [
+        [
+            p.get("label") or "",
+            "yes" if p.get("within") else "no",
+            *(number(p.get(key)) for key in ("n_tokens", "nmse", "tolerance", "kl_mean", "kl_max")),
+            share(p.get("top1")),
+            "none" if p.get("first_diff_position") is None else str(p["first_diff_position"]),
+        ]
+        for p in prompts
+        if isinstance(p, Mapping)
+    ]
+    head = ["prompt", "within", "tokens", "NMSE", "tolerance", "KL mean", "KL max", "same token", "first difference"]
+    html = table(head, rows, caption="By prompt", words=2)
+    words = "Every prompt is judged by what rounding does on it."
+    return "prompts", "Prompt by prompt", section("prompts", "Prompt by prompt", words=words, more=html)
 
 
 def _about_control(control: Mapping[str, Any] | None) -> str:
