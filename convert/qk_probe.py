@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from convert.cast import to_float32
 from convert.errors import ConvertError, Problem
 from convert.match import as_reference
-from convert.row_orders import Order, distances, orders
+from convert.row_orders import Order, classes, fault
 from convert.source import Source
 
 if TYPE_CHECKING:
@@ -180,14 +180,25 @@ class Probe:
             hint=self._cure(ckpt),
         )
 
+    def suspect(self, ckpt: Checkpoint) -> str | None:
+        """What ``convert repair --fix`` takes to undo it; None where nothing is odd, or no known mistake does it."""
+        named = fault(self.odd, self.expected)
+        if named is None:
+            return None
+        from convert.faults import FAULTS
+
+        name, block = named
+        fix = FAULTS[name].fix
+        return f"{fix}={ckpt.dims['K'] * ckpt.dims['hd'] // block}" if block else fix
+
     def _cure(self, ckpt: Checkpoint) -> str:
-        found = set(self.odd.values())
-        order = next(iter(found))
-        if len(found) > 1 or order.moved or any(e and n not in self.odd for n, e in (("q", self.q), ("k", self.k))):
+        fix = self.suspect(ckpt)
+        if fix is None:
             return "`convert diagnose` tries what would undo it, and says what the loss is then."
-        fix = "unpermute-qk" if self.expected == "half" else "permute-qk"
         repair = f"`convert repair SRC OUT --fix {fix}` writes the rows in the order that the layout has"
-        option = {"interleaved": "meta", ckpt.table.convention_of("hf", "rope"): "hf"}.get(order.base)
+        found = set(self.odd.values())
+        options = {Order("interleaved"): "meta", Order(ckpt.table.convention_of("hf", "rope")): "hf"}
+        option = options.get(found.pop()) if len(self.odd) == 2 and len(found) == 1 else None
         return f"--qk-layout {option} reads the rows as they are; {repair}." if option else f"{repair}."
 
 
@@ -200,7 +211,7 @@ class _Rows:
     source: Source
     heads: int
     rotary: int
-    other: int  # heads of the other of the two
+    blocks: tuple[int, ...]  # rows per head if the tensor had one of the other head counts
 
     @property
     def size(self) -> int:
@@ -247,8 +258,10 @@ def _rotary(ckpt: Checkpoint) -> Iterator[_Rows]:
             rotary = int(ckpt.dims.value(row.rotary, layer)) if row.rotary is not None else size
         except ConvertError:  # the config does not go with the tensors, which is said elsewhere
             continue
-        other = next((n for i, n in counts.items() if i != row_id), heads)
-        yield _Rows(names[row_id], layer, plain, heads, rotary, other)
+        wrong = {n for i, n in counts.items() if i != row_id} if names[row_id] == "k" and rotary == size else set()
+        wrong |= {n // heads for n in wrong}
+        blocks = tuple(sorted(heads * size // n for n in wrong - {heads, 0} if heads * size % n == 0))
+        yield _Rows(names[row_id], layer, plain, heads, rotary, blocks)
 
 
 def _choose(tensors: Sequence[_Rows], max_bytes: int | None) -> tuple[list[tuple[_Rows, int, int]], bool]:
@@ -290,10 +303,7 @@ def _fit(norms: Floats, rows: _Rows) -> Iterator[_HeadFit]:
     width = norms.shape[1]
     if width < _NARROWEST or width % 2:
         return
-    blocks = rows.size * rows.heads / rows.other if rows.name == "k" and rows.rotary == rows.size else width
-    known = orders(width, int(blocks) if blocks == int(blocks) else width)
     upper = np.triu_indices(width, 1)
-    classes = {order: distances(order, width)[upper] for order in known}
     for head in norms:
         if not np.isfinite(head).all():
             continue
@@ -303,9 +313,8 @@ def _fit(norms: Floats, rows: _Rows) -> Iterator[_HeadFit]:
         if mean < 1e-5 or spread == 0:  # equal norms: what differs is rounding
             continue
         fits = {}
-        for order, kind in classes.items():
-            count = np.bincount(kind)
-            inside = np.bincount(kind, apart) / np.maximum(count, 1) - mean
+        for order, (kind, count) in classes(width, rows.blocks).items():
+            inside = np.bincount(kind, apart) / count - mean
             fits[order] = float((count * inside**2).sum()) / spread
         half = float(np.abs(head[: width // 2] - head[width // 2 :]).mean())
         yield fits, half, float(np.abs(head[::2] - head[1::2]).mean()), mean

@@ -7,6 +7,7 @@ file has is :mod:`convert.qk_probe`'s to find.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -70,17 +71,55 @@ def distances(order: Order, width: int) -> Integers:
 
 
 @cache
-def orders(width: int, block: int | None = None) -> tuple[Order, ...]:
+def orders(width: int, blocks: tuple[int, ...] = ()) -> tuple[Order, ...]:
     """All different orders of heads of ``width`` rows; the plain ones first.
 
     Args:
         width: Rows that turn, even.
-        block: Rows per block if the tensor had another number of heads; blocks as large as a head add nothing.
+        blocks: Rows per head if the tensor had another number of heads; blocks as large as a head add nothing.
     """
     found = [Order("half"), Order("interleaved"), Order("half", "half"), Order("interleaved", "interleaved")]
-    if block and block < width and width % block == 0 and block % 2 == 0 and block >= 4:
-        found += [Order(base, to, block) for base in BASES for to in BASES]
+    for block in blocks:
+        if 4 <= block < width and width % block == 0 and block % 2 == 0:
+            found += [Order(base, to, block) for base in BASES for to in BASES]
     seen: dict[bytes, Order] = {}
     for order in found:  # in small heads some are the same
         seen.setdefault(distances(order, width).tobytes(), order)
     return tuple(seen.values())
+
+
+@cache
+def classes(width: int, blocks: tuple[int, ...] = ()) -> dict[Order, tuple[Integers, Integers]]:
+    """For each order of :func:`orders`: how far apart the pairs of rows are, and how many are as far apart.
+
+    The pairs are those of the upper triangle of ``[width, width]``, row by row.
+    """
+    upper = np.triu_indices(width, 1)
+    found = {order: distances(order, width)[upper] for order in orders(width, blocks)}
+    return {order: (kind, np.maximum(np.bincount(kind), 1)) for order, kind in found.items()}
+
+
+def fault(orders: Mapping[str, Order], expected: str) -> tuple[str, int | None] | None:
+    """What :data:`convert.faults.FAULTS` calls rows that are in other orders than the expected one.
+
+    Args:
+        orders: Of ``q`` and ``k``, those that are not as they should be.
+        expected: ``half`` or ``interleaved``.
+
+    Returns:
+        The name, and the block that it has to do with; None where it has no name.
+    """
+    found = set(orders.values())
+    if len(found) != 1:
+        return None
+    order, side = found.pop(), "".join(sorted(orders, reverse=True))
+    other = BASES[1 - BASES.index(expected)]
+    names = {
+        Order(other): {"qk": "qk-permuted", "k": "k-permuted", "q": "q-permuted"},
+        Order(expected, expected): {"qk": "qk-permuted-twice", "k": "k-permuted-twice", "q": "q-permuted-twice"},
+        Order(other, other): {"qk": "qk-inverse"},
+        Order(other, expected, order.block): {"k": "k-wrong-heads"},
+        Order(expected, other, order.block): {"k": "k-wrong-heads-back"},
+    }
+    name = names.get(order, {}).get(side)
+    return (name, order.block) if name else None
