@@ -79,7 +79,7 @@ class LayeredModel:
         ckpt: The opened checkpoint.
         device: Where it runs.
         dtype: Of the parameters.
-        whole: Read all layers at once; each is given back after it has run.
+        buffers: Memory that several models use in turn.
 
     Raises:
         ConvertError: The tensors do not fill the model exactly. Nothing has been read then.
@@ -91,7 +91,7 @@ class LayeredModel:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        whole: bool = False,
+        buffers: Buffers | None = None,
     ) -> None:
         self.model, pairs = empty_reference(ckpt)
         self.model.eval()
@@ -107,7 +107,7 @@ class LayeredModel:
         self._head_name = self._names[id(self.model.out_head.weight)]
         self._norm = self._of(self.model.final_norm)
         self._filled: dict[str, Tensor] = {}
-        self._buffers: dict[tuple[int, ...], list[Tensor]] = {}
+        self._buffers = Buffers() if buffers is None else buffers
         self._changes: list[Change] = []
         self._at_hand: list[str] = []
         tables = self._open_tables()
@@ -116,20 +116,19 @@ class LayeredModel:
         for owner in self.model.modules():
             for leaf, buffer in owner._buffers.items():
                 owner._buffers[leaf] = None if buffer is None else buffer.to(self.device)
-        if whole:
-            for names in self._blocks:
-                self._fill(names)
+
+    def fill(self) -> None:
+        """Read all layers now; each is given up after it has run."""
+        self._buffers.keep = False
+        for names in self._blocks:
+            self._fill(names)
 
     def _of(self, module: nn.Module) -> list[str]:
         return [self._names[id(param)] for param in module.parameters()]
 
-    def largest(self) -> int:
-        """Bytes of the layer that takes most."""
-        return max((self._bytes(names) for names in self._blocks), default=0)
-
     def total(self) -> int:
-        """Bytes of all parameters."""
-        return self._bytes(list(self._homes))
+        """Bytes of all layers."""
+        return sum(map(self._bytes, self._blocks))
 
     def _bytes(self, names: list[str]) -> int:
         return sum(self._homes[name][0].numel() for name in names) * self.dtype.itemsize
@@ -209,8 +208,7 @@ class LayeredModel:
                 if name in self._filled:
                     continue
                 source = self._sources[name]
-                kept = self._buffers.get(tuple(source.shape))
-                buffer = kept.pop() if kept else torch.empty(source.shape, dtype=self.dtype, device=self.device)
+                buffer = self._buffers.take(tuple(source.shape), self.dtype, self.device)
                 read_tensor(source, device=self.device, dtype=self.dtype, out=buffer, block_bytes=BLOCK_BYTES)
                 self._filled[name] = buffer
                 self._place(name, buffer)
@@ -218,8 +216,7 @@ class LayeredModel:
     def _release(self, names: list[str]) -> None:
         """Give parameters back; the next layer reads into their memory."""
         for name in names:
-            buffer = self._filled.pop(name)
-            self._buffers.setdefault(tuple(buffer.shape), []).append(buffer)
+            self._buffers.give(self._filled.pop(name))
             for owner, leaf in self._homes[name][1]:
                 owner._parameters[leaf] = self._homes[name][0]  # type: ignore[assignment]
 
@@ -228,16 +225,11 @@ class LayeredModel:
         for owner, leaf in self._homes[name][1]:
             owner._parameters[leaf] = param
 
-    def free(self) -> None:
-        """Forget the buffers."""
-        self._buffers.clear()
-
     def slabs(self, length: int) -> Iterator[Head]:
-        """The head for ``length`` positions at a time, a slab of the vocabulary after the other."""
-        self._buffers.clear()  # of the layers
+        """The head for ``length`` positions, a slab of the vocabulary after the other; the same for every model."""
+        self._buffers.clear()
         source = self._sources[self._head_name]
         rows = min(SLAB_ROWS, self.vocab_size, max(256, SLAB_LOGITS // max(length, 1)))
-        rows = max(1, rows // source.align) * source.align
         norm = {name: read_tensor(self._sources[name], device="cpu", dtype=self.dtype) for name in self._norm}
         buffer = torch.empty(rows, *source.shape[1:], dtype=self.dtype, device=self.device)
         try:
@@ -252,6 +244,32 @@ class LayeredModel:
             for name in self._norm:
                 for owner, leaf in self._homes[name][1]:
                     owner._parameters[leaf] = self._homes[name][0]  # type: ignore[assignment]
+
+
+class Buffers:
+    """Memory of tensors that are no longer needed, for those of the same shape that come next.
+
+    Attributes:
+        keep: Whether what is given back is kept at all.
+    """
+
+    def __init__(self) -> None:
+        self.keep = True
+        self._free: dict[Any, list[Tensor]] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor with no particular values."""
+        kept = self._free.get((shape, dtype, device))
+        return kept.pop() if kept else torch.empty(shape, dtype=dtype, device=device)
+
+    def give(self, tensor: Tensor) -> None:
+        """Give a tensor back."""
+        if self.keep:
+            self._free.setdefault((tuple(tensor.shape), tensor.dtype, tensor.device), []).append(tensor)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._free.clear()
 
 
 class Head:

@@ -78,15 +78,35 @@ def choose_tokens(
     return ids
 
 
-def _encode(text: str, *sides: Any) -> list[int]:
-    """Token ids of ``text`` by the first ``tokenizer.json`` that lies beside a side."""
+def pieces(ids: Sequence[int], *sides: Any) -> list[str]:
+    """The text of each token id, by the tokenizer that lies beside a side; nothing where there is none."""
+    tokenizer = _tokenizer(*sides)
+    return [] if tokenizer is None else [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+
+
+def shortened(prompt: str | Sequence[int], limit: int = 40) -> str:
+    """A prompt in a few words, to name it by."""
+    text = " ".join(prompt.split() if isinstance(prompt, str) else map(str, prompt))
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
+def _tokenizer(*sides: Any) -> Any:
+    """The first ``tokenizer.json`` that lies beside a side; None without one."""
     for side in sides:
         path = getattr(side, "path", None)
         for folder in () if path is None else (Path(path), Path(path).parent):
             if (folder / "tokenizer.json").is_file():
                 from tokenizers import Tokenizer
 
-                return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+                return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return None
+
+
+def _encode(text: str, *sides: Any) -> list[int]:
+    """Token ids of ``text`` by the first ``tokenizer.json`` that lies beside a side."""
+    tokenizer = _tokenizer(*sides)
+    if tokenizer is not None:
+        return tokenizer.encode(text).ids
     raise UsageError(
         Problem(
             "tokenizer",

@@ -7,6 +7,7 @@ needs; the real quantisers are what is being verified and are not used here.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from convert.dtypes import DTYPES
 from convert.source import Source
 
-#: Rows changed at a time.
-ROWS = 4096
+#: Values changed at a time.
+_AT_A_TIME = 1 << 20
 #: Explicit bits of the significand.
 _BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
 #: Bits per value, values per scale, and whether a block has a minimum beside its scale (ggml's block formats).
@@ -138,7 +139,7 @@ class Change:
     seed: int = 0
 
     def apply(self, name: str, values: Tensor, *, length: int | None = None, rows: Any = None) -> None:
-        """Change the values of a parameter in place, a few thousand rows at a time.
+        """Change the values of a parameter in place, some rows at a time.
 
         Args:
             name: The parameter.
@@ -151,11 +152,12 @@ class Change:
         down = _signs(values.shape[0] if length is None else length, signs, values)
         if rows is not None:
             down = down[rows : rows + values.shape[0]] if isinstance(rows, int) else down[rows]
-        for start in range(0, values.shape[0], ROWS):
-            block = values[start : start + ROWS]
+        step = max(1, _AT_A_TIME // max(math.prod(values.shape[1:]), 1))
+        for start in range(0, values.shape[0], step):
+            block = values[start : start + step]
             if name in self.through:
                 block.copy_(round_through(block, self.through[name]))
-            signed = self.shake * down[start : start + ROWS]
+            signed = self.shake * down[start : start + step]
             if self.shake and values.ndim > 1:  # a convolution's weight has an axis of size 1 in between
                 block.mul_(1 + signed.reshape(-1, *(1,) * (values.ndim - 1)) * across)
             elif self.shake:

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert.devices import pick_device
 from convert.dtypes import DTYPES
 from convert.errors import Problem, UsageError
 from convert.prompt import choose_tokens
-from convert.verify import ALIVE, FAR, FEW_TOKENS, MARGIN, MARGIN_ABS, VerifyResult
+from convert.running import exact_arithmetic, logits, opened
+from convert.verdict import FEW_TOKENS, MARGIN, MARGIN_ABS, Limits, VerifyResult, least_visible, stands_out
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +104,8 @@ def verify_engine(
         )
     target = pick_device(device)
     with ExitStack() as stack:
-        first = stack.enter_context(_opened(a))
-        second = first if b is None else stack.enter_context(_opened(b))
+        first = stack.enter_context(opened(a))
+        second = first if b is None else stack.enter_context(opened(b))
         if first.format != "gguf":
             raise UsageError(
                 Problem(
@@ -177,9 +177,7 @@ class _Run:
         """Log-probabilities ``[prefixes, V]`` of the tokens after the prefixes."""
         import torch
 
-        from convert.verify import _exact_arithmetic, logits
-
-        with _exact_arithmetic():
+        with exact_arithmetic():
             rows = logits(model, torch.tensor([self.ids], device=self.device))
         return rows[[n - 1 for n in self.lengths]].log_softmax(-1).clamp(min=LEAST)
 
@@ -219,14 +217,9 @@ class _Run:
         tolerance = max(MARGIN * noise, least_nmse)
         tolerance_abs = max(MARGIN_ABS * max(n.max_abs for n in noises), floor)
         worst = MARGIN * max(least_nmse, *(n.worst for n in noises))
-        within = (
-            distance.finite
-            and distance.nmse <= tolerance
-            and distance.max_abs <= tolerance_abs
-            and distance.worst <= worst
-        )
-        least = min(controls, key=lambda c: c[1].nmse, default=None)
-        seen = least is not None and least[1].nmse >= FAR * max(tolerance, distance.nmse) and least[1].kl_mean >= ALIVE
+        within = Limits(tolerance, worst, tolerance_abs).hold(distance)
+        least = least_visible(controls)
+        seen = least is not None and stands_out(least[1], tolerance, distance.nmse)
         first = None
         if not within:
             index = next((i for i, x in enumerate(distance.by_position) if not x <= max(worst, tolerance)), None)
@@ -356,15 +349,3 @@ def _room(a: Any, b: Any) -> int:
     """Tokens that both models have positions for, less the one that llama.cpp wants to add."""
     stated = [side.config.get("max_position_embeddings") for side in (a, b)]
     return max(1, min([int(n) for n in stated if n], default=1 << 31) - 2)
-
-
-@contextmanager
-def _opened(side: Any) -> Iterator[Any]:
-    """An opened checkpoint as it is; a path opened, and closed afterwards."""
-    if not isinstance(side, (str, Path)):
-        yield side
-        return
-    from convert.checkpoint import open_checkpoint
-
-    with open_checkpoint(side) as ckpt:
-        yield ckpt

@@ -21,8 +21,9 @@ from convert.layout import Dims
 from convert.metrics import compare
 from convert.reference.generation import generate
 from convert.reference.loading import load_reference
+from convert.running import logits
 from convert.table import families
-from convert.verify import logits, verify
+from convert.verify import verify
 from tests.families import faults
 from tests.families.mixed import converted, prompt
 from tests.fixtures.hf import make_hf

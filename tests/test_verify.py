@@ -196,7 +196,7 @@ def test_llama3_scaling_lost_fails():
 def test_json_has_the_documented_keys():
     got = run(stand_in(), stand_in(pairing="interleaved")).as_json()
     assert list(got)[: len(KEYS)] == KEYS
-    assert set(got) == {*KEYS, "tolerance", "noise", "dtype", "n_tokens", "message", "hints"}
+    assert set(got) == {*KEYS, "tolerance", "noise", "dtype", "n_tokens", "layerwise", "departs", "message", "hints"}
     assert got["schema"] == SCHEMA == "convert.verify/1"
     assert (got["device"], got["dtype"], got["n_tokens"]) == ("cpu", "float32", 128)
     figures = {"max_abs", "nmse", "kl_max", "kl_mean", "top1", "first_diff_position"}
