@@ -5,6 +5,7 @@ Imports no torch, and the tokenizer library only for text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,53 @@ def choose_tokens(
             )
         )
     return ids
+
+
+def read_text(path: Path) -> str:
+    """The text in a file.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UsageError(Problem("prompts", f"{path} cannot be read: {why}.", file=str(path))) from None
+
+
+def read_prompts(path: Path) -> list[str | list[int]]:
+    """The prompts in a file: a JSON list of texts or of lists of token ids, or one text a line (not counting blank ones).
+
+    Raises:
+        UsageError: There are none, or the list holds something else.
+    """
+    text = read_text(path)
+    if not text.lstrip().startswith("["):
+        prompts: Any = [line for line in text.splitlines() if line.strip()]
+    else:
+        try:
+            prompts = json.loads(text)
+        except ValueError as error:
+            raise UsageError(
+                Problem("prompts", f"{path.name} begins like a JSON list, and is none: {error}.", file=str(path))
+            ) from None
+
+    def is_prompt(one: Any) -> bool:
+        ids = isinstance(one, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in one)
+        return bool(one) and (isinstance(one, str) or ids)
+
+    wrong = [one for one in prompts if not is_prompt(one)]
+    if not prompts or wrong:
+        raise UsageError(
+            Problem(
+                "prompts",
+                f"{path.name} holds no prompts." if not prompts else f"{wrong[0]!r} in {path.name} is no prompt.",
+                file=str(path),
+                wanted="texts, or lists of token ids",
+            )
+        )
+    return prompts
 
 
 def pieces(ids: Sequence[int], *sides: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from convert.commands.options import output_options, report_option, report_writer
+from convert.prompt import read_prompts, read_text
 
 if TYPE_CHECKING:
     from convert.verify import VerifyResult
@@ -45,7 +46,13 @@ SOURCE = ("size", "key", "qk_layout", "layout", "family", "tie")
     show_default=True,
     help="Number of fixed token ids.",
 )
-@click.option("--text", help="Text (or @FILE) to run on instead; needs a tokenizer beside A or B.")
+@click.option("--text", metavar="TEXT|FILE", help="Text (or a file) to run on; needs a tokenizer beside A or B.")
+@click.option("--prompts", metavar="FILE", help="Several prompts: one a line, or a JSON list of texts or of token ids.")
+@click.option(
+    "--layerwise/--whole",
+    default=None,
+    help="One layer of one side in memory at a time, or all of one side; unless given, what fits.",
+)
 @click.option("--names", metavar="FILE", help="Names file of the side that is from scratch.")
 @click.option("--names-b", metavar="FILE", help="Names file of B, where both sides are from scratch.")
 @click.option("--config", metavar="FILE", help="Config of A, where it has none.")
@@ -61,18 +68,16 @@ SOURCE = ("size", "key", "qk_layout", "layout", "family", "tie")
 def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Run A and B on the reference model, each as stored, and compare their logits.
 
-    A copy of A is broken on purpose, and the comparison must see it. Exit code 0: pass, 1: fail, 3: weak (the check
-    could not have seen a fault in this model).
+    A copy of A is broken on purpose, and the comparison must see it; what rounding does to this model is measured, and
+    is the tolerance. Where the two differ, the report says in which layer they part. Exit code 0: pass, 1: fail, 3:
+    weak (the check could not have seen a fault in this model).
 
     With --engine llama.cpp, real llama.cpp runs A, a GGUF file, and its predictions are compared with those of the
     reference model on B.
     """
     write_report = report_writer(options["report"], quiet=quiet)
-    text = options["text"]
-    if text and text.startswith("@"):
-        text = Path(text[1:]).read_text(encoding="utf-8")
     steps = None if quiet or as_json else lambda s: click.echo(f"… {s}", err=True)
-    result = _run(a, b, options, text=text, on_step=steps)
+    result = _run(a, b, options, text=_text(options["text"]), on_step=steps)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif not quiet:
@@ -80,7 +85,7 @@ def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **op
 
         show(result)
     write_report(result)
-    return {"pass": 0, "fail": 1, "weak": 3}[result.verdict]
+    return result.exit_code
 
 
 def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> VerifyResult:
@@ -89,6 +94,10 @@ def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> VerifyR
     from convert.verify_engine import verify_engine
 
     engine = options["engine"]
+    if engine != "reference" and (options["prompts"] or options["layerwise"] is not None):
+        raise click.UsageError(f"--prompts, --layerwise and --whole go with the reference model, not with {engine}.")
+    if options["prompts"] and options["text"]:
+        raise click.UsageError("Give --text or --prompts, not both.")
     if b is None and engine == "reference":
         raise click.UsageError("Missing argument 'B'. (Only --engine llama.cpp can do without it.)")
     more |= {key: options[key] for key in ("device", "dtype", "n_tokens")}
@@ -96,8 +105,21 @@ def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> VerifyR
         first = stack.enter_context(open_checkpoint(a, **_side(a, options, "")))
         second = None if b is None else stack.enter_context(open_checkpoint(b, **_side(b, options, "_b")))
         if engine == "reference":
-            return verify(first, second, **more)
+            prompts = None if options["prompts"] is None else read_prompts(Path(options["prompts"]))
+            return verify(first, second, prompts=prompts, layerwise=options["layerwise"], **more)
         return verify_engine(first, second, engine=engine, **more)
+
+
+def _text(said: str | None) -> str | None:
+    """A text as it is, or what a file holds (``@FILE``, or the path of one that exists)."""
+    if said is None:
+        return None
+    path = Path(said.removeprefix("@"))
+    try:
+        named = said.startswith("@") or path.is_file()
+    except OSError:  # too long for a path
+        named = False
+    return read_text(path) if named else said
 
 
 def _side(path: str, options: dict[str, Any], suffix: str) -> dict[str, Any]:
