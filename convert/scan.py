@@ -28,6 +28,7 @@ _PATTERNS = {
     "F16": (np.uint16, 0x7FFF, 0x7C00),
     "BF16": (np.uint16, 0x7FFF, 0x7F80),
 }
+_SIGNED = {"F64": np.int64, "F32": np.int32, "F16": np.int16, "BF16": np.int16}
 
 
 @dataclass(slots=True)
@@ -64,10 +65,15 @@ def count(block: NDArray[Any], dtype: str, start: int = 0) -> Counts:
         start: The number of the block's first row.
     """
     kind, mask, infinity = _PATTERNS[dtype]
-    bits = np.ascontiguousarray(block).view(kind) & kind(mask)
-    largest = int(bits.max(initial=0))
+    raw = np.ascontiguousarray(block).view(kind)
+    if not raw.size:
+        return Counts()
+    # Two maxima without a copy: as signed numbers the positive values come out on top, as unsigned the negative.
+    positive, negative = int(raw.view(_SIGNED[dtype]).max()), int(raw.max())
+    largest = max(positive, negative & mask if negative > mask else 0)
     if largest < infinity:
         return Counts(zero=largest == 0)
+    bits = raw & kind(mask)
     bad = bits >= kind(infinity)
     infinite = int(np.count_nonzero(bits == kind(infinity)))
     rows = bad.reshape(len(bits), -1).any(axis=1)
