@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from convert import ggml
 from convert.cast import Array, CastLoss, cast, to_float32
+from convert.clamp import clamp
 from convert.dtypes import DTYPES
 from convert.errors import ConvertError, Problem
 from convert.finite import largest as largest_of
@@ -103,6 +104,7 @@ class Dequantized(Source):
 
     Attributes:
         loss: Overflow and underflow in narrowing to ``dtype``.
+        clamp: Whether what overflows becomes the type's largest value.
     """
 
     def __init__(self, source: Source, dtype: str = "F32") -> None:
@@ -119,6 +121,7 @@ class Dequantized(Source):
         self.dtype = dtype
         self.align = self.shape[0] if self.single else source.align
         self.loss = CastLoss()
+        self.clamp = False
         self._lock = threading.Lock()
 
     @property
@@ -145,7 +148,10 @@ class Dequantized(Source):
             values: NDArray[Any] = out[at : at + count] if scratch is None else scratch[:count]
             dequantize(piece, name, out=values.reshape(1, -1))
             if scratch is not None:
-                out[at : at + count] = cast(values, "F32", self.dtype, loss)
+                narrow = cast(values, "F32", self.dtype, loss)
+                if self.clamp and loss.overflowed:
+                    narrow = clamp(values, "F32", narrow, self.dtype)
+                out[at : at + count] = narrow
         if loss.overflowed or loss.underflowed:
             with self._lock:
                 self.loss.add(loss)
@@ -206,7 +212,7 @@ class Quantized(Source):
             first = at // kind.block * kind.block_bytes
             blocks = out[first : first + piece.size // kind.block * kind.block_bytes]
             if fast:
-                quantize_q8_0(wide, self.source.dtype, blocks)
+                quantize_q8_0(wide, piece, self.source.dtype, blocks)
             else:
                 quantize(wide.reshape(1, -1), self.dtype, out=blocks.reshape(1, -1))
             if largest > _SAFE:

@@ -171,3 +171,33 @@ def test_memory_that_is_left(monkeypatch):
     monkeypatch.undo()
     real = platform.available_memory()
     assert real is None or real > 1 << 20
+
+
+def test_reserve(tmp_path, monkeypatch):
+    for name in ("fallocate", ""):
+        monkeypatch.setattr(platform, "DISABLED", {name})
+        fd = os.open(tmp_path / f"c{name}", os.O_RDWR | os.O_CREAT)
+        platform.reserve(fd, 1_000_000)
+        found = os.fstat(fd)
+        os.close(fd)
+        assert found.st_size == 1_000_000
+        blocks = found.st_blocks
+    # Without the call the file is a hole; a filesystem that has none leaves it so.
+    assert blocks == 0 or blocks * 512 >= 1_000_000
+
+
+def test_a_full_disk_is_told_when_the_file_is_made(tmp_path, monkeypatch):
+    def full(*_):
+        import ctypes
+
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    monkeypatch.setattr(platform, "_fallocate", lambda: full)
+    fd = os.open(tmp_path / "c", os.O_RDWR | os.O_CREAT)
+    try:
+        with pytest.raises(OSError) as caught:
+            platform.reserve(fd, 1_000_000)
+        assert caught.value.errno == errno.ENOSPC
+    finally:
+        os.close(fd)

@@ -151,7 +151,7 @@ def test_every_pair_of_bfloat16_mantissas_gives_the_reference() -> None:
         ggml.quantize_q8_0_simd(values, out=fast)
         differ += int((fast != wanted).any())
         found = np.empty_like(wanted)
-        q8_0.quantize_q8_0(values.reshape(-1), "BF16", found.reshape(-1))
+        q8_0.quantize_q8_0(values.reshape(-1), stored(values, "BF16").reshape(-1), "BF16", found.reshape(-1))
         assert found.tobytes() == wanted.tobytes(), mantissa
     assert differ == 26  # the control: without the repair these mantissas are wrong
 
@@ -172,7 +172,7 @@ def test_float16_mantissas_give_the_reference() -> None:
         differ += wrong
         assert not wrong or doubtful[mantissa]
         found = np.empty_like(wanted)
-        q8_0.quantize_q8_0(values.reshape(-1), "F16", found.reshape(-1))
+        q8_0.quantize_q8_0(values.reshape(-1), stored(values, "F16").reshape(-1), "F16", found.reshape(-1))
         assert found.tobytes() == wanted.tobytes(), mantissa
     assert differ == doubtful.sum()
 
@@ -192,7 +192,8 @@ def test_every_scale_gives_the_reference(dtype: str) -> None:
     assert len(values) > 18_000
     wanted = ggml.quantize_rows(values, "Q8_0")
     found = np.empty_like(wanted)
-    q8_0.quantize_q8_0(np.ascontiguousarray(values).reshape(-1), dtype, found.reshape(-1))
+    values = np.ascontiguousarray(values)
+    q8_0.quantize_q8_0(values.reshape(-1), stored(values, dtype).reshape(-1), dtype, found.reshape(-1))
     wrong = (found != wanted).any(axis=1)
     assert not wrong.any(), values[wrong][:3, 0]
 
