@@ -114,7 +114,8 @@ class Diff:
             )
         for delta in self.deltas:
             if delta.note and "stores none" in delta.note:
-                out.append(f"{delta.name}: {delta.note}: {_RELATION_WORDS.get(delta.relation, delta.relation)}.")
+                words = _RELATION_WORDS.get(delta.relation, delta.relation)
+                out.append(f"{delta.name}: {delta.note.partition(';')[0]}: {words}.")
         if bad := [d for d in self.deltas if d.not_finite]:
             out.append(
                 f"{len(bad)} tensors hold NaN or infinite values on one side; `convert validate --scan` tells where."

@@ -62,6 +62,7 @@ class _Work:
     rules: Rules = field(default_factory=lambda: Rules(("F32", "F32"), ("F32", "F32")))
     parts: list[_Part] = field(default_factory=list)
     left: int = 0
+    hope: list[bool] = field(default_factory=lambda: [True, True])
     tally: Tally = field(default_factory=Tally)
     equal: list[_Block] = field(default_factory=list)
 
@@ -118,7 +119,7 @@ def compare_tensors(
             for block in blocks:
                 while len(pending) >= 4 * threads:
                     yield from settle()
-                pending.append((work, block, pool.submit(_compare, block, work.rules, progress)))
+                pending.append((work, block, pool.submit(_compare, block, work, progress)))
         while pending:
             yield from settle()
     finally:
@@ -150,28 +151,24 @@ def _parts(pair: Pair, a: Side, b: Side) -> Iterator[_Part]:
         yield _Part(one, other, (one, other) if one.dtype == other.dtype else None, number * size)
 
 
-def _compare(block: _Block, rules: Rules, progress: Progress | None) -> Tally | None:
+def _compare(block: _Block, work: _Work, progress: Progress | None) -> Tally | None:
     """The figures of a block, or None where its bytes are equal."""
     part, start, stop = block
-    a = b = None
+    row = math.prod(part.a.shape[1:])
+    if progress is not None:
+        progress(round((stop - start) * row * sum(map(_bytes_each, work.rules.stored))))
     if part.stored is not None:
         a, b = (s.read(start, stop) for s in part.stored)
-        equal = same_bits(a, b)
-        _tell(progress, a, b)
-        if equal:
+        if same_bits(a, b):
             return None
-        if part.stored != (part.a, part.b):
-            a = b = None
-    if a is None or b is None:
+    if part.stored != (part.a, part.b):
         a, b = part.a.read(start, stop), part.b.read(start, stop)
-        if part.stored is None:
-            _tell(progress, a, b)
-    return measure(a, b, rules, part.offset + start * math.prod(part.a.shape[1:]))
+    return measure(a, b, work.rules, part.offset + start * row, work.hope)
 
 
-def _tell(progress: Progress | None, *blocks: NDArray[Any]) -> None:
-    if progress is not None:
-        progress(sum(block.nbytes for block in blocks))
+def _bytes_each(dtype: str) -> float:
+    """Bytes of one value as stored."""
+    return DTYPES[dtype].block_bytes / DTYPES[dtype].block
 
 
 def _finished(work: _Work, pool: ThreadPoolExecutor) -> TensorDelta:

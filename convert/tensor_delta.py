@@ -28,7 +28,7 @@ BLOCK_MARGIN = 4.0
 #: place of a value of at least 1, four of them.
 _COMPUTED = 4 * 2.0**-23
 #: Values handled at a time, and products that are added up in float32.
-PIECE, _RUN = 1 << 19, 1 << 10
+PIECE, _RUN = 1 << 18, 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def same_bits(a: Array, b: Array) -> bool:
     )
 
 
-def measure(a: Array, b: Array, rules: Rules, offset: int) -> Tally:
+def measure(a: Array, b: Array, rules: Rules, offset: int, hope: list[bool] | None = None) -> Tally:
     """Compare two blocks of plain values.
 
     Args:
@@ -178,12 +178,14 @@ def measure(a: Array, b: Array, rules: Rules, offset: int) -> Tally:
         b: As many of the type ``rules.types[1]``.
         rules: How to judge.
         offset: Flat index of the first value.
+        hope: Whether :attr:`Tally.rounds` can still be true of the whole tensor, either way; false is set here, and
+            spares other blocks the work.
     """
-    total = Tally()
+    total, hope = Tally(), [True, True] if hope is None else hope
     a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
     for start in range(0, a.size, PIECE):
         stop = min(start + PIECE, a.size)
-        total.add(_piece(a[start:stop], b[start:stop], rules, offset + start))
+        total.add(_piece(a[start:stop], b[start:stop], rules, offset + start, hope))
     return total
 
 
@@ -200,7 +202,7 @@ def energy(values: Array, dtype: str) -> Tally:
     return total
 
 
-def _piece(a: Array, b: Array, rules: Rules, offset: int) -> Tally:
+def _piece(a: Array, b: Array, rules: Rules, offset: int, hope: list[bool]) -> Tally:
     double = "F64" in rules.types
     x, y = _widen(a, rules.types[0], double), _widen(b, rules.types[1], double)
     bits = np.uint64 if double else np.uint32
@@ -209,7 +211,9 @@ def _piece(a: Array, b: Array, rules: Rules, offset: int) -> Tally:
         out.aa = out.bb = out.ab = energy(x, "F64" if double else "F32").aa
         return out
     if rules.types[0] != rules.types[1]:
-        out.rounds = (_rounds(a, b, *rules.types), _rounds(b, a, *rules.types[::-1]))
+        hope[0] = hope[0] and _rounds(a, b, *rules.types)
+        hope[1] = hope[1] and _rounds(b, a, *rules.types[::-1])
+        out.rounds = (hope[0], hope[1])
     else:
         out.rounds = (False, False)
     with np.errstate(invalid="ignore", over="ignore"):
