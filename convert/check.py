@@ -125,7 +125,7 @@ def check(
     result = Check(path)
     containers = _headers(path, result)
     files = [file for container in containers for file in container.files]
-    folder, result.record = _find_record(path, files, containers)
+    folder, result.record = _find_record(path, files)
     if not result.record and source is None:
         if result.problems:
             raise ConvertError(result.problems)
@@ -159,18 +159,18 @@ def _headers(path: Path, result: Check) -> list[Container]:
     return containers
 
 
-def _find_record(path: Path, files: Sequence[Path], containers: Sequence[Container]) -> tuple[Path, dict[str, Any]]:
+def _find_record(path: Path, files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
     """The folder that the record speaks of, and the record; a renamed file's has kept its old name."""
     folder = path if path.is_dir() else path.parent
-    single = bool(containers) and containers[0].format == "gguf"
-    places = [file.with_name(f"{file.name}.{RECORD_NAME}") for file in files[:1]] if single else [folder / RECORD_NAME]
+    single = [p for p in (path, *files[:1]) if p.suffix == ".gguf" and not p.is_dir()]
+    places = [file.with_name(f"{file.name}.{RECORD_NAME}") for file in single] or [folder / RECORD_NAME]
     for place in places:
         if place.is_file():
             return folder, _read(place)
     if single:
         for place in sorted(folder.glob(f"*.{RECORD_NAME}")):
             found = _read(place)
-            if found and is_of(found, files):
+            if is_of(found, files):
                 return folder, found
     return folder, {}
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 #: The first MiB of a file, which holds a safetensors header and some weights: tells two finetunes of a model apart.
 _HEAD_BYTES = 1 << 20
+#: Git's name of a file's content: SHA-1 of its length and its bytes. The hub calls small files so.
+GIT = "git-sha1"
 
 
 def head_hash(path: Path) -> str:
@@ -98,17 +100,19 @@ def hash_file(
 
     Args:
         path: The file.
-        algorithm: A name that hashlib knows.
+        algorithm: A name that hashlib knows, or :data:`GIT`.
         progress: Called with the bytes hashed since the last call.
         cancel: When set, the work ends and the hash is of no use.
 
     Raises:
         OSError: It cannot be read.
     """
-    found = hashlib.new(algorithm, usedforsecurity=False)
+    found = hashlib.new("sha1" if algorithm == GIT else algorithm, usedforsecurity=False)
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0) as file:
+        if algorithm == GIT:
+            found.update(b"blob %d\0" % path.stat().st_size)
         while (got := file.readinto(buffer)) and not (cancel and cancel.is_set()):
             found.update(view[:got])
             if progress:

@@ -14,11 +14,11 @@ from typing import Any
 from convert.checkpoint import Checkpoint, Options, open_checkpoint
 from convert.detect import detect
 from convert.dtypes import DTYPES
-from convert.errors import ConvertError, Problem, UsageError
+from convert.errors import ConvertError, Problem
 from convert.formats.spec import Container, Entry, TensorSpec
 from convert.gguf_request import GgufRequest
 from convert.names import names_table
-from convert.plan import ConversionPlan, Request, Target, make_plan
+from convert.plan import ConversionPlan, Request, Target, make_plan, request_dtype
 from convert.rederive import Place
 from convert.report import fold_problems
 from convert.source import FilePool
@@ -53,15 +53,16 @@ def plan_again(source: Checkpoint, record: Mapping[str, Any], containers: Sequen
         ConvertError: The record is damaged, or the source cannot be converted so (any more).
     """
     target = _section(record, "target")
+    if target.get("options") is None:
+        return make_plan(source, _guessed(source, containers))
     try:
-        request = _recorded(target) if target.get("options") is not None else _guessed(source, containers)
         names = target.get("names")
         table = names_table(names, "the record") if isinstance(names, Mapping) else None
-    except (TypeError, ValueError, KeyError, UsageError) as error:
+        return make_plan(source, _recorded(target), table=table)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # whatever somebody wrote into it
         raise ConvertError(
             Problem("record", f"the record does not tell what was asked for: {error}.", hint="Is it damaged?")
         ) from None
-    return make_plan(source, request, table=table)
 
 
 def _section(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -76,7 +77,10 @@ def _recorded(target: Mapping[str, Any]) -> Request:
         gguf["tensor_types"] = [(str(pattern), str(kind)) for pattern, kind in gguf["tensor_types"]]
     return Request(
         target=str(target["layout"]),
-        **{k: said[k] for k in _names(Request) & set(said) - {"target", "gguf", "tokenizer", "tokenizer_path"}},
+        **{
+            k: said[k] for k in _names(Request) & set(said) - {"target", "gguf", "dtype", "tokenizer", "tokenizer_path"}
+        },
+        dtype=request_dtype(said.get("dtype")),
         tokenizer=False,  # only tensors are compared
         gguf=GgufRequest(**{k: gguf[k] for k in _names(GgufRequest) & set(gguf)}),
     )

@@ -6,7 +6,7 @@ instead of raising them, adds what only a second look finds, and says what to do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,13 @@ from convert.carried import carried, unsound
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.dtypes import dtype
 from convert.errors import ConvertError, Problem, UsageError
-from convert.locate import INDEX_NAMES
+from convert.locate import INDEX_NAMES, SUFFIXES
 from convert.report import fold_names, fold_problems
 
 if TYPE_CHECKING:
     import torch
+
+    from convert.checksums import Hashed
 
 SCHEMA = "convert.validate/1"
 #: Folded findings that a terminal shows; the rest is in the JSON.
@@ -37,6 +39,7 @@ class Validation:
         notes: What is odd but no fault: warnings and assumptions.
         checked: What was checked, in words.
         tensors: How many tensors there are; None where the checkpoint could not be opened.
+        hashes: Of its files, where they were asked for.
     """
 
     path: Path
@@ -44,6 +47,7 @@ class Validation:
     notes: list[str] = field(default_factory=list)
     checked: str = ""
     tensors: int | None = None
+    hashes: list[Hashed] | None = None
 
     @property
     def ok(self) -> bool:
@@ -62,11 +66,12 @@ class Validation:
             "ok": self.ok,
             "problems": [p.as_json() for p in self.problems],
             "notes": self.notes,
+            **({} if self.hashes is None else {"hashes": [h.as_json() for h in self.hashes]}),
         }
 
     def lines(self) -> list[str]:
         """The verdict first, then the findings with layers folded, then what to do."""
-        notes = [f"  note: {n}" for n in self.notes]
+        notes = [*self._hash_lines(), *(f"  note: {n}" for n in self.notes)]
         if self.ok:
             return [f"ok: {self.path}: {self.checked}", *notes]
         folded = fold_problems(self.problems)
@@ -79,12 +84,25 @@ class Validation:
         hints = list(dict.fromkeys(p.hint for p in folded[:_SHOWN] if p.hint))
         return [*out, *notes, "What to do:", *(f"  {h}" for h in hints or ["Fetch or save the checkpoint again."])]
 
+    def _hash_lines(self) -> list[str]:
+        found = self.hashes or []
+        plain = [f"  {h.algorithm} {h.digest}  {h.path.name}" for h in found if h.ok is None]
+        good: dict[str, list[str]] = {}
+        for h in found:
+            if h.ok:
+                good.setdefault(f"{h.algorithm} as {h.origin} says", []).append(h.path.name)
+        same = [f"  {what.replace(', says', ' says')}: {', '.join(names)}" for what, names in good.items()]
+        nothing = "  nobody's hashes lie beside these files: the hashes above were compared with nothing"
+        return same + plain + ([nothing] if plain and not same else [])
+
 
 def validate(
     src: str | Path | Checkpoint,
     *,
     model: torch.nn.Module | None = None,
     scan: bool = False,
+    hashes: bool = False,
+    checksums: str | Path | None = None,
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     **options: Any,
@@ -96,6 +114,9 @@ def validate(
         model: Also: would it load into this module?
         scan: Also read every value, for NaN, infinities and tensors of zeros, and all of Q and K for the order of
             their rows (of which else at most 32 MB are read).
+        hashes: Also hash the files, and compare with the hashes that lie about: names of blobs in a Hugging Face cache,
+            Meta's ``checklist.chk``, the record of a conversion.
+        checksums: A list of hashes to compare with instead, as ``sha256sum`` or ``md5sum`` write it.
         threads: Workers of the scan.
         progress: Called with the bytes that the scan has read since the last call, from any thread.
         **options: As :func:`convert.open_checkpoint`; with ``model``, ``names`` are the module's (and the source's,
@@ -105,16 +126,25 @@ def validate(
         UsageError: There is nothing at ``src``, or an option does not exist.
     """
     if isinstance(src, Checkpoint):
-        return _validate(src, model, options.get("names"), scan, threads, progress)
+        out = _validate(src, model, options.get("names"), scan, threads, progress)
+        if hashes or checksums is not None:
+            _hash(out, src.files, checksums, src.record, threads, progress)
+        return out
     names = options.pop("names", None) if model is not None else None
     try:
         checkpoint = _open(src, names, options)
     except UsageError:
         raise
     except ConvertError as error:
-        return Validation(Path(src), list(error.problems), checked="not opened")
+        out = Validation(Path(src), list(error.problems), checked="not opened")
+        if hashes or checksums is not None:  # a damaged file, perhaps: which one is it?
+            _hash(out, _files(Path(src)), checksums, {}, threads, progress)
+        return out
     with checkpoint:
-        return _validate(checkpoint, model, names, scan, threads, progress)
+        out = _validate(checkpoint, model, names, scan, threads, progress)
+        if hashes or checksums is not None:
+            _hash(out, checkpoint.files, checksums, checkpoint.record, threads, progress)
+        return out
 
 
 def _open(src: str | Path, names: str | Path | None, options: dict[str, Any]) -> Checkpoint:
@@ -192,6 +222,30 @@ def _row_order(checkpoint: Checkpoint, out: Validation, scan: bool, threads: int
     problem = found.problem(checkpoint)
     out.problems += [problem] if problem else []
     out.checked += f"; Q and K in {found.order} order, as their numbers too say" if found.agrees else ""
+
+
+def _hash(
+    out: Validation,
+    files: Sequence[Path],
+    checksums: str | Path | None,
+    record: Mapping[str, Any],
+    threads: int,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Full hashes of the files, against whatever says what they should be."""
+    from convert.checksums import verify_hashes
+
+    out.hashes, problems = verify_hashes(files, checksums=checksums, record=record, threads=threads, progress=progress)
+    out.problems += problems
+    compared = sum(h.ok is not None for h in out.hashes)
+    out.checked += f"; {compared} of {len(out.hashes)} files hash to what was published" if compared else ""
+
+
+def _files(path: Path) -> list[Path]:
+    """The weight files of a checkpoint that cannot be opened, as far as names tell."""
+    if path.is_file():
+        return [path]
+    return sorted(p for p in path.iterdir() if p.is_file() and p.suffix in SUFFIXES and not p.name.startswith("."))
 
 
 def _total_size(checkpoint: Checkpoint) -> list[str]:

@@ -16,16 +16,35 @@ from convert.commands.options import output_options, source_options
 @click.command("validate")
 @click.argument("src")
 @click.option("--scan", is_flag=True, help="Read every value: NaN, infinities, tensors of zeros.")
-@click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers of the scan.")
+@click.option(
+    "--hash",
+    "hashes",
+    is_flag=True,
+    help="Hash the files; compare with the Hugging Face cache, checklist.chk or the record.",
+)
+@click.option("--checksums", metavar="FILE", help="Hash the files; compare with this list of sha256sum or md5sum.")
+@click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers that read.")
 @source_options
 @output_options
-def command(src: str, scan: bool, threads: int, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
+def command(
+    src: str,
+    scan: bool,
+    hashes: bool,
+    checksums: str | None,
+    threads: int,
+    as_json: bool,
+    quiet: bool,
+    debug: bool,
+    **options: Any,
+) -> int:
     """Check the checkpoint SRC: every tensor once, right shapes, whole files. Exit code 0 (sound) or 1."""
     from convert.validate import validate
 
-    with progress_bar(shown=scan and not (as_json or quiet)) as progress:
+    with progress_bar(shown=(scan or hashes or checksums is not None) and not (as_json or quiet)) as progress:
         chosen = {k: v for k, v in options.items() if v is not None}
-        found = validate(src, scan=scan, threads=threads, progress=progress, **chosen)
+        found = validate(
+            src, scan=scan, hashes=hashes, checksums=checksums, threads=threads, progress=progress, **chosen
+        )
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     elif not (quiet and found.ok):

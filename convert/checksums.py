@@ -1,0 +1,255 @@
+"""What files should hash to, by whoever published them: the Hugging Face cache, Meta's checklist, a list, our record.
+
+A damaged file of the right size passes every other check. Hashing itself is :mod:`convert.hashing`'s business.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convert.errors import FormatError, Problem, UsageError
+from convert.hashing import GIT, hash_files
+
+#: Beside Meta's own downloads: MD5 in the format of md5sum.
+CHECKLIST = "checklist.chk"
+#: Algorithms by the length of what they give in hexadecimal digits.
+_ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 96: "sha384", 128: "sha512"}
+_MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One file's published hash.
+
+    Attributes:
+        path: The file.
+        algorithm: A name that :func:`convert.hashing.hash_file` knows.
+        digest: What it gives, in lower case.
+        origin: Who says so, for messages.
+    """
+
+    path: Path
+    algorithm: str
+    digest: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """One file's hash, and what it was compared with.
+
+    Attributes:
+        path: The file.
+        algorithm: How it was hashed.
+        digest: The hash.
+        expected: What somebody published, or None.
+        origin: Who, or None.
+    """
+
+    path: Path
+    algorithm: str
+    digest: str
+    expected: str | None = None
+    origin: str | None = None
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether it is as published; None where nothing was."""
+        return None if self.expected is None else self.digest == self.expected
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of one item of ``hashes`` in ``validate --json``."""
+        return {
+            "file": self.path.name,
+            "algorithm": self.algorithm,
+            "digest": self.digest,
+            "expected": self.expected,
+            "origin": self.origin,
+        }
+
+
+def verify_hashes(
+    files: Iterable[Path],
+    *,
+    checksums: str | Path | None = None,
+    record: Mapping[str, Any] | None = None,
+    threads: int = 2,
+    progress: Any = None,
+) -> tuple[list[Hashed], list[Problem]]:
+    """Hash files, and compare with every published hash that is at hand.
+
+    Args:
+        files: The weight files. Small files beside them are hashed where somebody published their hashes.
+        checksums: A list in the format of ``sha256sum`` or ``md5sum``; it takes the place of what lies about.
+        record: The record of the conversion that wrote them.
+        threads: How many files are read at a time.
+        progress: Called with the bytes hashed since the last call.
+
+    Returns:
+        Every hash, and the findings: hashes that differ, listed files that are not there.
+
+    Raises:
+        UsageError: ``checksums`` is no file.
+        FormatError: It is no list of hashes.
+        ConvertError: A file cannot be read.
+    """
+    weights = list(files)
+    problems: list[Problem] = []
+    if checksums is not None:
+        place = Path(checksums)
+        if not place.is_file():
+            raise UsageError(f"--checksums {place}: no such file.", hint="Give a list as sha256sum or md5sum write it.")
+        wanted = _listed(place, weights, problems)
+    else:
+        wanted = _found(weights, record or {}, problems)
+    plain = [Expected(p, "sha256", "", "") for p in weights if not any(w.path == p for w in wanted)]
+    out = []
+    every = [*wanted, *plain]
+    for algorithm in dict.fromkeys(w.algorithm for w in every):
+        group = [w for w in every if w.algorithm == algorithm]
+        found = hash_files([w.path for w in group], algorithm, threads=threads, progress=progress)
+        out += [Hashed(w.path, algorithm, found[w.path], w.digest or None, w.origin or None) for w in group]
+    return out, problems + [_differs(h) for h in out if h.ok is False]
+
+
+def _differs(found: Hashed) -> Problem:
+    return Problem(
+        "hash",
+        f"{found.path.name} is damaged or another file: its {found.algorithm} is {found.digest}, {found.origin} says "
+        f"{found.expected}.",
+        file=str(found.path),
+        found=found.digest,
+        wanted=found.expected,
+        hint="Fetch the file again.",
+    )
+
+
+def _found(weights: Sequence[Path], record: Mapping[str, Any], problems: list[Problem]) -> list[Expected]:
+    """Published hashes that lie about."""
+    folders = list(dict.fromkeys(p.parent for p in weights))
+    out: dict[Path, Expected] = {}
+    for folder in folders:
+        beside = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
+        for path in dict.fromkeys([*(p for p in weights if p.parent == folder), *beside]):
+            found = _blob(path) or _downloaded(path)
+            if found is not None:
+                out[path] = found
+        checklist = folder / CHECKLIST
+        if checklist.is_file():
+            for item in _listed(checklist, weights, problems):
+                out.setdefault(item.path, item)
+    for path, digest in _recorded(weights, record):
+        out.setdefault(path, Expected(path, "sha256", digest, "the record of its conversion"))
+    return list(out.values())
+
+
+def _blob(path: Path) -> Expected | None:
+    """A file of the Hugging Face cache is a link to a blob that is called after its hash."""
+    real = path.resolve() if path.is_symlink() else path
+    if real.parent.name != "blobs":
+        return None
+    return _by_etag(path, real.name, "the name of its blob in the cache")
+
+
+def _downloaded(path: Path) -> Expected | None:
+    """``hf download --local-dir`` keeps each file's hash in a hidden folder beside."""
+    for folder in (path.parent, *list(path.parents)[1:3]):
+        place = folder / ".cache" / "huggingface" / "download"
+        if place.is_dir():
+            told = place / path.relative_to(folder).parent / f"{path.name}.metadata"
+            if told.is_file() and told.stat().st_size < 4096:
+                lines = told.read_text(encoding="utf-8", errors="replace").split()
+                return _by_etag(path, lines[1], "the hub, when it was downloaded,") if len(lines) > 1 else None
+    return None
+
+
+def _by_etag(path: Path, etag: str, origin: str) -> Expected | None:
+    """The hub's name of a file's content: SHA-256 for large files, git's blob hash for small ones."""
+    word = etag.strip('"').lower()
+    if set(word) - set(string.hexdigits):
+        return None
+    algorithm = {64: "sha256", 40: GIT}.get(len(word))
+    return None if algorithm is None else Expected(path, algorithm, word, origin)
+
+
+def _recorded(weights: Sequence[Path], record: Mapping[str, Any]) -> list[tuple[Path, str]]:
+    target = record.get("target")
+    listed = target.get("files") if isinstance(target, Mapping) else None
+    told = (
+        {f.get("name"): f.get("sha256") for f in listed if isinstance(f, Mapping)} if isinstance(listed, list) else {}
+    )
+    return [(p, str(told[p.name])) for p in weights if isinstance(told.get(p.name), str)]
+
+
+def _listed(place: Path, weights: Sequence[Path], problems: list[Problem]) -> list[Expected]:
+    """The entries of a list; paths are taken from the list's folder, or are the weights of that name."""
+    names = {p.name: p for p in weights}
+    out = []
+    for name, digest in read_list(place).items():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        path: Path | None = place.parent / name if inside else None
+        if path is None or not path.is_file():
+            path = names.get(Path(name).name)
+        if path is None:
+            problems.append(
+                Problem(
+                    "missing_file",
+                    f"{place.name} lists {name}, which is not there.",
+                    file=name,
+                    hint="Fetch it, or take it out of the list.",
+                )
+            )
+            continue
+        path = names.get(path.name, path) if path.name in names and path.samefile(names[path.name]) else path
+        out.append(Expected(path, _ALGORITHMS[len(digest)], digest, place.name))
+    return out
+
+
+def read_list(place: Path) -> dict[str, str]:
+    """Names and hashes of a list: ``HASH  NAME``, ``HASH *NAME``, or ``SHA256 (NAME) = HASH``.
+
+    Raises:
+        FormatError: A line is none of these.
+    """
+    if place.stat().st_size > _MOST_BYTES:
+        raise _no_list(place, f"it has {place.stat().st_size:,} bytes")
+    try:
+        lines = place.read_text(encoding="utf-8").splitlines()
+    except (UnicodeDecodeError, OSError) as error:
+        raise _no_list(place, str(error)) from None
+    out: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removeprefix("\\")
+        if not text or text.startswith("#"):
+            continue
+        name, digest = _parts(text)
+        if len(digest) not in _ALGORITHMS or set(digest) - set(string.hexdigits) or not name or "\0" in name:
+            raise _no_list(place, f"line {number} is {text[:60]!r}")
+        out[name] = digest.lower()
+    if not out:
+        raise _no_list(place, "it is empty")
+    return out
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """Name and hash of one line."""
+    head, equals, digest = text.rpartition(") = ")
+    if equals and " (" in head:
+        return head.partition(" (")[2], digest.strip()
+    digest, _, name = text.partition(" ")
+    return name.strip().removeprefix("*").removeprefix("./"), digest
+
+
+def _no_list(place: Path, why: str) -> FormatError:
+    return FormatError(
+        Problem(
+            "checksums",
+            f"{place.name} is no list of hashes: {why}.",
+            file=str(place),
+            hint="Each line is `HASH  NAME`, as sha256sum and md5sum write it.",
+        )
+    )
