@@ -100,13 +100,19 @@ def _weight(a: Checkpoint, b: Checkpoint, key: str, x: Any, y: Any) -> tuple[boo
         silent = [name for name, side in (("A", a), ("B", b)) if key in _ASSUMED and not _states(side, key)]
         return (False, f"{' and '.join(silent)} assume it") if silent else (True, None)
     side = a if x is None else b
-    if not (y if x is None else x):
+    if not (y if x is None else x) or _same_dims(a, b, key):
         return False, "nothing said means the same"
     row = side.table.config.get(key)
     known = row is not None and (side.layout == "hf" or side.layout in row.names)
     if known or (side.layout == "hf" and key == "rope_parameters"):
         return True, None
     return False, f"the {side.layout} layout has no word for it" if side.layout != "hf" else None
+
+
+def _same_dims(a: Checkpoint, b: Checkpoint, key: str) -> bool:
+    """Whether what the tables compute from a key, with what they take where it is absent, is the same on both sides."""
+    names = [name for name, exprs in a.table.dims.items() if any(key in e.names for e in exprs)]
+    return bool(names) and all(same_value(a.dims.get(n), b.dims.get(n)) for n in names)
 
 
 def _states(checkpoint: Checkpoint, key: str) -> bool:
