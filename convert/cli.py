@@ -129,12 +129,12 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
         error.show()
         _show_json([Problem("usage", error.format_message())] if as_json else ())
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted; nothing was left behind.", err=True)
+    except (KeyboardInterrupt, click.Abort) as stop:
+        click.echo(f"Interrupted. {_left_behind(stop)}", err=True)
         return 130
     except Terminated as stop:
         with suppress(OSError):  # after a hang-up there may be nobody to tell
-            click.echo("Terminated; nothing was left behind.", err=True)
+            click.echo(f"Terminated. {_left_behind(stop)}", err=True)
         return 128 + stop.number
     except BrokenPipeError:
         _silence_stdout()
@@ -146,6 +146,11 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _left_behind(stop: BaseException) -> str:
+    """What a run that was stopped says of its output."""
+    return " ".join(getattr(stop, "__notes__", ())) or "Nothing was left behind."
 
 
 def _on_signals() -> dict[int, Any]:

@@ -26,6 +26,7 @@ _REQUEST_OPTIONS = (
     "tie",
     "tokenizer",
     "tokenizer_path",
+    "clamp",
 )
 
 
@@ -116,6 +117,8 @@ def convert_checkpoint(
     to: str,
     overwrite: bool = False,
     hashes: bool = False,
+    resume: bool = False,
+    check: str = "sampled",
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
@@ -129,9 +132,12 @@ def convert_checkpoint(
         to: ``hf``, ``meta``, ``scratch`` or ``gguf``.
         overwrite: Replace an existing output.
         hashes: Put the SHA-256 of every source and output file into the record (see :func:`convert.check`).
+        resume: Go on from what an earlier run of the same conversion left in its partial folder, and leave what is
+            finished there should this one be stopped.
+        check: ``sampled`` compares some blocks of the finished files with the source, ``full`` every byte.
         threads: Workers; memory grows by some MiB with each.
         progress: Called with the number of bytes written since the last call, from any thread.
-        cancel: Set it to stop; the partial output is removed.
+        cancel: Set it to stop; the partial output is removed (kept with ``resume``).
         **options: As :func:`plan_conversion`: ``dtype``, ``names``, ``family``, ``tie`` …
 
     Returns:
@@ -145,7 +151,15 @@ def convert_checkpoint(
     plan = plan_conversion(src, to, **options)
     try:
         return run(
-            plan, Path(out), threads=threads, overwrite=overwrite, hashes=hashes, progress=progress, cancel=cancel
+            plan,
+            Path(out),
+            threads=threads,
+            overwrite=overwrite,
+            hashes=hashes,
+            resume=resume,
+            check=check,
+            progress=progress,
+            cancel=cancel,
         )
     finally:
         if plan.source is not src:

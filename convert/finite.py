@@ -60,6 +60,9 @@ class Finite(Source):
         source: Rows of ``F64``, ``F32``, ``F16`` or ``BF16``.
         target: The type that the values become; for block types only NaN and infinity are judged here.
         tensor: The tensor's name, for messages.
+
+    Attributes:
+        clamp: Whether finite values pass that are too large; who narrows them clamps them.
     """
 
     def __init__(self, source: Source, target: str, *, tensor: str) -> None:
@@ -69,6 +72,7 @@ class Finite(Source):
         self.shape = source.shape
         self.dtype = source.dtype
         self.align = source.align
+        self.clamp = False
 
     @property
     def whole(self) -> bool:
@@ -82,7 +86,10 @@ class Finite(Source):
             ConvertError: A value is NaN, infinite or too large; with the tensor, the first row and the count.
         """
         block = self.source.read(start, stop)
-        if not _fits(np.ascontiguousarray(block), self.dtype, self.target):
+        values = np.ascontiguousarray(block)
+        if not _fits(values, self.dtype, self.target) and not (
+            self.clamp and math.isfinite(largest(values, self.dtype))
+        ):
             raise refusal(self.source, self.target, tensor=self.tensor)
         return block
 
@@ -130,7 +137,10 @@ def refusal(source: Source, target: str, *, tensor: str) -> ConvertError:
         message = (
             f"{tensor!r}: {large:,} values of up to {biggest:.6g} are too large for {target} and would become infinite"
         )
-        hint = f"Keep this tensor wider: --tensor-type {tensor}={'bf16' if biggest < _OVERFLOW['BF16'] else 'f32'}."
+        hint = (
+            f"Keep this tensor wider: --tensor-type {tensor}={'bf16' if biggest < _OVERFLOW['BF16'] else 'f32'}, "
+            f"or store {target}'s largest value instead: --clamp."
+        )
     return ConvertError(
         Problem(kind, f"{message}, the first in row {first}.", tensor=tensor, found=found, wanted=0, hint=hint)
     )

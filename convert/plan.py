@@ -67,6 +67,7 @@ class Request:
         tie: ``copy`` stores a tied head as a tensor of its own; ``share`` once, where the target can.
         tokenizer: Whether tokenizer files are carried.
         tokenizer_path: Where the tokenizer lies, if not beside the source.
+        clamp: Store a type's largest value for those that are too large for it, instead of stopping.
         gguf: Options of a GGUF target.
     """
 
@@ -81,6 +82,7 @@ class Request:
     tie: str | None = None
     tokenizer: bool = True
     tokenizer_path: str | Path | None = None
+    clamp: bool = False
     gguf: GgufRequest = field(default_factory=GgufRequest)
 
     def __post_init__(self) -> None:
@@ -220,6 +222,10 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
     _note_types(plan, chosen)
     omitted = [slot.name for slot in slots.values() if _omitted(plan, slot)]
     _arrange(plan, chosen, dims, omitted)
+    if request.clamp:
+        from convert.clamp import set_clamp
+
+        set_clamp(output.source for output in plan.outputs)
     from convert.sidecars import add_sidecars
 
     add_sidecars(plan)

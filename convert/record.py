@@ -137,13 +137,16 @@ def record_name(plan: ConversionPlan) -> str:
     return f"{plan.files[0].name}.{RECORD_NAME}" if plan.single_file else RECORD_NAME
 
 
-def seal(plan: ConversionPlan, folder: Path, hashes: Hashes | None = None) -> None:
+def seal(
+    plan: ConversionPlan, folder: Path, hashes: Hashes | None = None, *, losses: Mapping[str, int] | None = None
+) -> None:
     """Complete the record among ``plan.sidecars`` with what the written files hash to.
 
     Args:
         plan: The plan that has been carried out but for its sidecars.
         folder: Where its weight files lie.
         hashes: Full hashes, where they were asked for.
+        losses: What narrowing did to values, by kind: how many.
     """
     name = record_name(plan)
     if name not in plan.sidecars:
@@ -155,6 +158,8 @@ def seal(plan: ConversionPlan, folder: Path, hashes: Hashes | None = None) -> No
         file |= {"head_sha256": head_hash(path), **_header(path, planned.format)}
         if hashes is not None:
             file["sha256"] = hashes.outputs[planned.name]
+    if losses:
+        out["losses"] = dict(losses)
     if hashes is not None:
         for file, path in zip(out["source"]["files"], plan.source.files, strict=True):
             file["sha256"] = hashes.sources[path]

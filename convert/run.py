@@ -40,6 +40,7 @@ class Summary:
         seconds: Wall time, plan excluded.
         notes: Everything assumed, substituted, dropped or ignored.
         underflowed: Non-zero values that became zero in a narrower type.
+        clamped: Values too large for a narrower type that became its largest.
         resumed: Bytes that an earlier run had written, and that were compared with the source.
         checked_blocks: Blocks (with a full check: tensors) that were re-read and compared.
         checked: How: ``sampled`` or ``full``.
@@ -52,6 +53,7 @@ class Summary:
     seconds: float
     notes: list[str] = field(default_factory=list)
     underflowed: int = 0
+    clamped: int = 0
     resumed: int = 0
     checked_blocks: int = 0
     checked: str = "sampled"
@@ -66,6 +68,7 @@ class Summary:
             "bytes": self.bytes_written,
             "seconds": round(self.seconds, 3),
             "underflowed": self.underflowed,
+            "clamped": self.clamped,
             "resumed": self.resumed,
             "check": self.checked,
             "checked_blocks": self.checked_blocks,
@@ -124,9 +127,9 @@ def run(
         claim.take_back(journal.moved)
         writer = Writer(plan, claim.folder, progress, cancel or threading.Event(), journal)
         found = writer.write(threads, hashes=hashes)
-        loss = sum(c.loss.underflowed for c in writer.casts)  # the check reads, and so counts, again
+        losses = writer.losses()  # the check reads, and so counts, again
         checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
-        seal(plan, claim.folder, found)  # after the check, which names damage better
+        seal(plan, claim.folder, found, losses=losses)  # after the check, which names damage better
         for name, value in plan.sidecars.items():
             write_sidecar(claim.folder, name, value)
         read_beside(plan, claim.folder)
@@ -145,8 +148,10 @@ def run(
             writer.close()
         raise _ended(error, claim, keep=keep) from error.__cause__
     notes = list(plan.notes)
-    if loss:
-        notes.append(f"{loss:,} non-zero values became zero in the narrower type")
+    if count := losses.get("underflowed"):
+        notes.append(f"{count:,} non-zero values became zero in the narrower type")
+    if count := losses.get("clamped"):
+        notes.append(f"{count:,} values were too large for the narrower type and became its largest (--clamp)")
     return Summary(
         out=out,
         files=[f.name for f in plan.files] + sorted(plan.sidecars),
@@ -154,7 +159,8 @@ def run(
         bytes_written=plan.nbytes,
         seconds=time.perf_counter() - started,
         notes=notes + _resumed(writer, resume),
-        underflowed=loss,
+        underflowed=losses.get("underflowed", 0),
+        clamped=losses.get("clamped", 0),
         resumed=writer.found,
         checked_blocks=checked,
         checked=check,

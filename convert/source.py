@@ -335,7 +335,12 @@ class RopePermuted(Source):
 
 
 class Cast(Source):
-    """Values of another source in another floating-point type; losses are counted in :attr:`loss`."""
+    """Values of another source in another floating-point type; losses are counted in :attr:`loss`.
+
+    Attributes:
+        loss: What narrowing did to values.
+        clamp: Whether values too large for the type become its largest value (counted all the same), not infinity.
+    """
 
     def __init__(self, source: Source, dtype: str) -> None:
         self.source = source
@@ -343,6 +348,7 @@ class Cast(Source):
         self.dtype = dtype
         self.align = source.align
         self.loss = CastLoss()
+        self.clamp = False
         self._lock = threading.Lock()
 
     @property
@@ -353,7 +359,12 @@ class Cast(Source):
     def read(self, start: int, stop: int) -> Array:
         """See :meth:`Source.read`."""
         loss = CastLoss()
-        out = cast(self.source.read(start, stop), self.source.dtype, self.dtype, loss)
+        block = self.source.read(start, stop)
+        out = cast(block, self.source.dtype, self.dtype, loss)
+        if self.clamp and loss.overflowed:
+            from convert.clamp import clamp
+
+            out = clamp(block, self.source.dtype, out, self.dtype)
         if loss.overflowed or loss.underflowed:
             with self._lock:
                 self.loss.add(loss)

@@ -18,13 +18,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from convert.cast import CastLoss
+from convert.clamp import within
 from convert.errors import ConvertError, Problem
 from convert.formats.crc import crc32_combine
 from convert.hashing import Hasher, Hashes
 from convert.io_errors import io_problem, writing
 from convert.journal import Journal
 from convert.plan import ConversionPlan, Output, Target, piece_rows
-from convert.platform import copy_range, read_at, write_at
+from convert.platform import copy_range, read_at, reserve, write_at
 from convert.source import Source
 
 #: Bytes per piece that is copied inside the kernel.
@@ -39,6 +40,7 @@ class Lossy(Protocol):
 
     dtype: str
     loss: CastLoss
+    clamp: bool
 
 
 class Cancelled(Exception):
@@ -119,7 +121,7 @@ class Writer:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | fresh | getattr(os, "O_BINARY", 0), 0o644)
                 self.fds.append(fd)
-                os.ftruncate(fd, file.size)
+                reserve(fd, file.size)
         if self.journal is not None:
             self.journal.follow(self.fds)
         if hashes:
@@ -277,12 +279,20 @@ class Writer:
             out[name] = crc
         return out
 
+    def losses(self) -> dict[str, int]:
+        """What narrowing did to values so far, by kind; kinds that did not occur are left out."""
+        counts = {
+            "underflowed": sum(c.loss.underflowed for c in self.casts),
+            "clamped": sum(c.loss.overflowed for c in self.casts if c.clamp),
+        }
+        return {kind: count for kind, count in counts.items() if count}
+
     def _stop_on_overflow(self) -> None:
         problems = []
         seen: set[int] = set()  # the ranks of one tensor share its casts
         for output in self.plan.outputs:
             for cast in casts_within(output.source):
-                if cast.loss.overflowed and id(cast) not in seen:
+                if cast.loss.overflowed and not cast.clamp and id(cast) not in seen:
                     seen.add(id(cast))
                     name = output.targets[0].name
                     problems.append(
@@ -293,7 +303,7 @@ class Writer:
                             tensor=name,
                             found=cast.loss.overflowed,
                             wanted=0,
-                            hint="Choose --dtype bfloat16 or float32.",
+                            hint="Choose --dtype bfloat16 or float32; --clamp stores the largest value instead.",
                         )
                     )
         if problems:
@@ -311,10 +321,6 @@ def _casts(plan: ConversionPlan) -> Iterator[Lossy]:
 
 def casts_within(source: Source) -> Iterator[Lossy]:
     """The sources inside a composed one that narrow values."""
-    if isinstance(source, Lossy):
-        yield source
-    inner = getattr(source, "source", None)
-    if isinstance(inner, Source):
-        yield from casts_within(inner)
-    for part in getattr(source, "parts", ()):
-        yield from casts_within(part)
+    for inner in within(source):
+        if isinstance(inner, Lossy):
+            yield inner

@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[1]
 #: A conversion whose every piece takes a while, so that there is a middle to interrupt.
 SLOW = """
 import sys, time
-from convert import run
-real = run._Writer._write_piece
+from convert import writer
+real = writer.Writer.write_piece
 def slow(self, *piece):
     time.sleep(0.15)
     real(self, *piece)
-run._Writer._write_piece = slow
+writer.Writer.write_piece = slow
 from convert.cli import main
 main(sys.argv[1:])
 """
@@ -229,7 +229,7 @@ def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target)
     child.send_signal(number)
     out, err = child.communicate(timeout=30)
     assert child.returncode == code, err
-    assert "nothing was left behind" in err and "Traceback" not in err and out == ""
+    assert "Nothing was left behind" in err and "Traceback" not in err and out == ""
     assert not list(tmp_path.iterdir())
 
 
@@ -255,7 +255,8 @@ def test_json_is_all_there_is_on_stdout(hf, tmp_path, capsys):
     found = json.loads(out)
     assert err == ""
     assert set(found) == {
-        *("schema", "out", "files", "tensors", "bytes", "seconds", "underflowed", "checked_blocks", "notes", "verify")
+        *("schema", "out", "files", "tensors", "bytes", "seconds", "underflowed", "clamped", "resumed", "check"),
+        *("checked_blocks", "notes", "verify"),
     }
     assert found["schema"] == "convert.conversion/1" and found["out"] == str(tmp_path / "out")
     assert sorted(found["files"]) == sorted(p.name for p in (tmp_path / "out").iterdir())
@@ -365,7 +366,7 @@ def test_debug_shows_the_traceback(hf, tmp_path, capsys, where):
 
 
 def test_a_bug_is_one_line(hf, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("convert.run.read_back", lambda *_: 1 / 0)
+    monkeypatch.setattr("convert.run.read_back", lambda *_, **__: 1 / 0)
     assert call("hf-to-meta", hf, tmp_path / "out") == 1
     err = capsys.readouterr().err
     assert "ZeroDivisionError" in err and "--debug" in err and "Traceback" not in err
@@ -376,9 +377,10 @@ def test_a_full_disk_is_one_line(hf, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("convert.run.write_at", full)
+    monkeypatch.setattr("convert.writer.write_at", full)
     assert call("hf-to-meta", hf, tmp_path / "out") == 1
-    assert capsys.readouterr().err == "error: No space left on device.\n"
+    err = capsys.readouterr().err
+    assert "consolidated.00.pth could not be written: No space left on device." in err and len(err.splitlines()) == 2
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,6 +112,8 @@ def convert(
     threads: int,
     force: bool,
     hashes: bool,
+    resume: bool,
+    check: str,
     as_json: bool,
     quiet: bool,
     debug: bool,
@@ -140,7 +143,17 @@ def convert(
 
         return show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite, force=force)
     with _progress(plan, quiet=quiet or as_json) as progress:
-        summary = run(plan, path, threads=threads, overwrite=overwrite, force=force, hashes=hashes, progress=progress)
+        summary = run(
+            plan,
+            path,
+            threads=threads,
+            overwrite=overwrite,
+            force=force,
+            hashes=hashes,
+            resume=resume,
+            check=check,
+            progress=progress,
+        )
     outcome = _verify(plan, path, verify, names, quiet=quiet or as_json)
     if as_json:
         click.echo(json.dumps(summary.as_json() | {"verify": outcome.report}, indent=2))
@@ -230,11 +243,14 @@ def _rename_failed(plan: ConversionPlan, out: Path) -> Path:
     from convert.output import remove
 
     paths = [out.with_name(f.name) for f in plan.files] if plan.single_file else [out]
+    sources = {p.resolve() for f in plan.source.files for p in (f, *f.parents)}
+    endings = (f".failed{number or ''}" for number in itertools.count())
+    # The source may be what an earlier try left under such a name.
+    ending = next(e for e in endings if not any(p.with_name(p.name + e).resolve() in sources for p in paths))
     for path in paths:
-        failed = path.with_name(path.name + ".failed")
-        remove(failed)  # of an earlier try
-        path.replace(failed)
-    return paths[0].with_name(paths[0].name + ".failed")
+        remove(path.with_name(path.name + ending))  # of an earlier try
+        path.replace(path.with_name(path.name + ending))
+    return paths[0].with_name(paths[0].name + ending)
 
 
 def _tell(plan: ConversionPlan, summary: Summary) -> None:
@@ -250,4 +266,5 @@ def _tell(plan: ConversionPlan, summary: Summary) -> None:
         click.echo(f"  {len(plan.files)} files: {plan.files[0].name} … {plan.files[-1].name}")
     for note in summary.notes:
         click.echo(f"  note: {note}")
-    click.echo(f"Checked after writing: sizes, headers, {summary.checked_blocks} sampled blocks.")
+    checked = "sampled blocks" if summary.checked == "sampled" else "tensors, every byte"
+    click.echo(f"Checked after writing: sizes, headers, {summary.checked_blocks} {checked}.")

@@ -104,6 +104,20 @@ conversion_options = stack(
     click.option("--no-tokenizer", is_flag=True, help="Convert the weights alone."),
     click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers."),
     click.option("--hash", "hashes", is_flag=True, help="Record the SHA-256 of all files, for `convert check`."),
+    click.option(
+        "--check",
+        "check",
+        type=click.Choice(["sampled", "full"]),
+        default="sampled",
+        show_default=True,
+        help="Compare some blocks of the finished files with the source, or every byte.",
+    ),
+    click.option(
+        "--resume", is_flag=True, help="Go on from what a stopped run has left; if this one is stopped, leave it."
+    ),
+    click.option(
+        "--clamp", is_flag=True, help="Values too large for the type become its largest, instead of stopping."
+    ),
     click.option("--force", is_flag=True, help="Go on although disk space or memory look too small."),
 )
 
