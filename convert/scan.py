@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from convert.errors import ConvertError, Problem
 from convert.formats.spec import TensorSpec
 from convert.match import values
 from convert.source import FilePool, Source, open_source
+
+if TYPE_CHECKING:
+    from convert.checkpoint import Checkpoint
 
 BLOCK_BYTES = 4 << 20
 #: Per type: the unsigned integer of its size, the mask that drops the sign, and the pattern of infinity; all above it
@@ -142,6 +145,21 @@ def scan(
         else:
             problems += _judge(spec, counts)
     return problems, zeros
+
+
+def scan_checkpoint(
+    ckpt: Checkpoint, *, threads: int = 2, progress: Callable[[int], None] | None = None
+) -> tuple[list[Problem], list[str]]:
+    """:func:`scan` of all weights of a checkpoint: biases may be zeros, and norms that are stored less one."""
+    matched = ckpt.match
+    dropped = {name for name, _ in matched.ignored}
+    spared = set()
+    for slot in matched.slots.values():
+        row = ckpt.table.rows[slot.keys[0][0]]
+        if len(slot.shape) == 1 and (row.role != "norm" or ckpt.norm == "zero_centered"):
+            spared.add(slot.name)
+    specs = [s for name, parts in ckpt.tensors.items() if name not in dropped for s in parts]
+    return scan(specs, ckpt.pool, may_be_zero=frozenset(spared), threads=threads, progress=progress)
 
 
 def _judge(spec: TensorSpec, counts: Counts) -> Iterator[Problem]:
