@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _INDEPENDENT = (0.7, 1.3)
 #: Rows and columns that a single matrix must have to be judged alone.
 _ENOUGH = 96
-#: How much larger or smaller than in the other layers is a remark: a factor, and a multiple of their own spread. The first
-#: layer's norms are an eighth of the others' in SmolLM2.
+#: How much larger or smaller than in the other layers is a remark: a factor, and a multiple of their own spread. (The
+#: first layer's norms are an eighth of the others' in SmolLM2.)
 _FACTOR, _FACTOR_OF_VECTORS, _DEVIATIONS = 8.0, 30.0, 6.0
 #: Correlation of a square matrix's profile with that of the others' other side, and its lead over the right side. In
 #: good models it is within 0.12 (576 values; the standard error is 0.04).
@@ -177,8 +177,8 @@ def _transposed(looked: Iterable[Sample]) -> Iterator[Oddity]:
                 continue
             yield Oddity(
                 "transposed",
-                f"{s.name!r} {list(s.shape)} looks transposed: its profile of norms goes with the other layers' with rows "
-                f"and columns exchanged (correlation {turned:.2f}), and less as it is ({straight:.2f}).",
+                f"{s.name!r} {list(s.shape)} looks transposed: its profile of norms goes with the other layers' with "
+                f"rows and columns exchanged (correlation {turned:.2f}), and less as it is ({straight:.2f}).",
                 tensor=s.name,
                 found=turned,
                 wanted=straight,
@@ -252,8 +252,8 @@ def _fresh(matrices: Sequence[Sample], looked: Sequence[Sample]) -> Iterator[Odd
             continue
         yield Oddity(
             "fresh",
-            f"{s.name!r} looks freshly initialised, unlike the model's other matrices: independent numbers ({_law(s)}); "
-            f"the norms of its rows and columns differ {s.row_spread:.2f} and {s.column_spread:.2f} times as much as "
+            f"{s.name!r} looks freshly initialised, unlike the model's other matrices: independent numbers "
+            f"({_law(s)}); the norms of its rows and columns differ {s.row_spread:.2f} and {s.column_spread:.2f} times as much as "
             "by chance.",
             tensor=s.name,
             found=s.std,

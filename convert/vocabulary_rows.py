@@ -42,24 +42,25 @@ def dead_rows(ckpt: Checkpoint, *, threads: int = 2) -> Iterator[dict[str, Any]]
             groups = equal_rows(source, threads=threads)
         except ConvertError:  # said by who checks the files
             continue
-        for rows in groups:
-            zero = not to_float32(*_first(source, int(rows[0]))).any()
-            what = "are all zeros" if zero else "are all the same"
+        if groups:
+            count = sum(map(len, groups))
+            said = [f"{len(rows):,} {_kind(source, int(rows[0]))} (ids {ranges(rows)})" for rows in groups[:3]]
+            said += [f"{len(groups) - 3} sets more"] if len(groups) > 3 else []
             yield {
                 "kind": "dead_rows",
-                "message": f"{name!r}: {len(rows):,} of {source.shape[0]:,} rows {what} (ids {ranges(rows)}): "
-                "tokens that do not occur, or padding.",
+                "message": f"{name!r}: {count:,} of {source.shape[0]:,} rows are like at least {_FEW - 1} others: "
+                f"{', '.join(said)}; tokens that do not occur, or padding.",
                 "tensor": name,
-                "found": len(rows),
+                "found": count,
                 "tensors": (name,),
             }
 
 
-def _first(source: Source, row: int) -> tuple[NDArray[Any], str]:
+def _kind(source: Source, row: int) -> str:
     plain = values(source)
     start = row // plain.align * plain.align
     block = plain.read(start, min(start + plain.align, plain.shape[0]))
-    return block[row - start], plain.dtype
+    return "equal" if to_float32(block[row - start], plain.dtype).any() else "of zeros"
 
 
 def equal_rows(source: Source, *, threads: int = 2) -> list[NDArray[np.int64]]:
