@@ -253,8 +253,8 @@ def _fresh(matrices: Sequence[Sample], looked: Sequence[Sample]) -> Iterator[Odd
         yield Oddity(
             "fresh",
             f"{s.name!r} looks freshly initialised, unlike the model's other matrices: independent numbers "
-            f"({_law(s)}); the norms of its rows and columns differ {s.row_spread:.2f} and {s.column_spread:.2f} times as much as "
-            "by chance.",
+            f"({_law(s)}); the norms of its rows and columns differ {s.row_spread:.2f} and {s.column_spread:.2f} times "
+            "as much as by chance.",
             tensor=s.name,
             found=s.std,
             hint="It was missing when the model was loaded and saved (loaders fill such tensors at random); fetch it.",

@@ -112,8 +112,8 @@ def validate(
     Args:
         src: A folder, a file, or an opened checkpoint.
         model: Also: would it load into this module?
-        scan: Also read every value, for NaN, infinities and tensors of zeros, and all of Q and K for the order of
-            their rows (of which else at most 32 MB are read).
+        scan: Also read every value, for NaN, infinities and tensors of zeros; look for what else is odd
+            (:mod:`convert.oddities`); read all of Q and K for the order of their rows (else at most 32 MB).
         hashes: Also hash the files, and compare with the hashes that lie about: names of blobs in a Hugging Face cache,
             Meta's ``checklist.chk``, the record of a conversion.
         checksums: A list of hashes to compare with instead, as ``sha256sum`` or ``md5sum`` write it.
@@ -194,22 +194,19 @@ def _validate(
 
 
 def _scan(checkpoint: Checkpoint, out: Validation, threads: int, progress: Callable[[int], None] | None) -> None:
-    from convert.scan import scan
+    from convert.oddities import odd_tensors
+    from convert.scan import scan_checkpoint
 
-    matched = checkpoint.match
-    dropped = {name for name, _ in matched.ignored}
-    rows = checkpoint.table.rows
-    zero_norms = checkpoint.table.convention_of(checkpoint.layout, "norm") == "zero_centered"
-    spared = set()
-    for slot in matched.slots.values():
-        row = rows[slot.keys[0][0]]
-        if len(slot.shape) == 1 and (row.role != "norm" or zero_norms):
-            spared.add(slot.name)
-    specs = [s for name, parts in checkpoint.tensors.items() if name not in dropped for s in parts]
-    problems, zeros = scan(specs, checkpoint.pool, may_be_zero=frozenset(spared), threads=threads, progress=progress)
+    problems, zeros = scan_checkpoint(checkpoint, threads=threads, progress=progress)
     out.problems += problems
     out.notes += [f"all zeros: {', '.join(fold_names(zeros))}"] if zeros else []
     out.checked += "; every value read: no NaN, no infinity, no tensor of zeros"
+    said = {p.tensor for p in problems}
+    for oddity in odd_tensors(checkpoint, threads=threads, scanned=True):
+        if oddity.fault and oddity.tensor not in said:
+            out.problems.append(oddity)
+        elif not oddity.fault:
+            out.notes.append(oddity.message)
 
 
 def _row_order(checkpoint: Checkpoint, out: Validation, scan: bool, threads: int) -> None:

@@ -15,7 +15,7 @@ from convert.commands.options import output_options, source_options
 
 @click.command("validate")
 @click.argument("src")
-@click.option("--scan", is_flag=True, help="Read every value: NaN, infinities, tensors of zeros.")
+@click.option("--scan", is_flag=True, help="Read every value: NaN, infinities, zeros, tensors that look odd.")
 @click.option(
     "--hash",
     "hashes",
