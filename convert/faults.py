@@ -251,7 +251,7 @@ _ALL = (
           _order(steps=("other",))),
     Fault("qk-inverse", "unpermute-qk-twice", "the rows of Q and K were permuted with the inverse", "order",
           _order(steps=("right", "right"))),
-    Fault("qk-permuted-alone", "unpermute-qk-alone", "the rows of Q and K, not their norms, are in the other rotary order",
+    Fault("qk-permuted-alone", "unpermute-qk-alone", "the rows of Q and K, not of their norms, are in the other order",
           "order", _norms_apart),
     Fault("k-permuted", "unpermute-k", "the rows of K alone are in the other rotary order", "order",
           _order(steps=("right",), side="k")),
