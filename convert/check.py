@@ -17,7 +17,7 @@ from convert.formats.readers import read_container
 from convert.formats.spec import Container
 from convert.hashing import hash_files, head_hash, header_hash
 from convert.locate import RECORD_NAME, locate
-from convert.record import is_of
+from convert.record import entries, is_of
 from convert.report import human_bytes
 
 SCHEMA = "convert.check/1"
@@ -197,11 +197,6 @@ def _no_record(path: Path, containers: Sequence[Container]) -> ConvertError:
             hint="--source SRC derives every tensor again and compares it.",
         )
     )
-
-
-def entries(value: Any) -> list[Mapping[str, Any]]:
-    """The list of files in a record, whatever somebody made of it."""
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 # ---- against the record ----------------------------------------------------------------------------------------

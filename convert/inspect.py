@@ -7,6 +7,7 @@ Findings are counted here and listed by :mod:`convert.validate`; nothing is prin
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,9 @@ from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.errors import ConvertError
 from convert.inspection import Inspection, Stored
 from convert.layout import Dims, Key
+from convert.locate import RECORD_NAME
 from convert.opening import shapes_of
+from convert.record import entries
 from convert.report import fold_names
 
 if TYPE_CHECKING:
@@ -76,7 +79,8 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
         tensors=tensors,
         files=[(f.name, f.stat().st_size) for f in checkpoint.files],
         problems=problems,
-        notes=[*checkpoint.notes, *(matched.notes if matched else []), *_dropped(dropped), *_history(checkpoint)],
+        notes=[*checkpoint.notes, *(matched.notes if matched else []), *_dropped(dropped)],
+        record=_record(checkpoint),
     )
 
 
@@ -238,16 +242,61 @@ def _dropped(dropped: Mapping[str, str]) -> list[str]:
     return [f"not weights: {', '.join(fold_names(names))} ({reason})" for reason, names in reasons.items()]
 
 
-def _history(checkpoint: Checkpoint) -> list[str]:
-    notes = []
-    record = checkpoint.record
+def _record(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What an earlier conversion left, from the record beside the weights or from the weights' own header; short."""
+    record, own = checkpoint.record, checkpoint.metadata
     source, target = record.get("source"), record.get("target")
     if isinstance(source, dict) and isinstance(target, dict):
-        notes.append(
-            f"written by {record.get('tool', 'an earlier conversion')} from the {source.get('layout')} layout "
-            f"({source.get('format')}), dtype {target.get('dtype')}"
-        )
-    own = {k: v for k, v in checkpoint.metadata.items() if k.startswith("convert.") and isinstance(v, str)}
-    if own and not notes:
-        notes.append("the file says of itself: " + ", ".join(f"{k} = {v[:60]}" for k, v in own.items()))
-    return notes
+        files = entries(source.get("files"))
+        return {
+            "tool": str(record.get("tool")),
+            "source": _origin(source.get("layout"), source.get("format"), [f.get("bytes") for f in files]),
+            "dtype": target.get("dtype"),
+            "decisions": _object(record.get("decisions")),
+            "hashes": _hashed(target),
+        }
+    if "convert.version" not in own:
+        return None
+    return {
+        "tool": f"ckpt-convert {str(own['convert.version']).removeprefix('ckpt-convert ')}",
+        "source": _origin(own.get("convert.source.layout"), own.get("convert.source.format"), _sizes(own)),
+        "dtype": None,
+        "decisions": _object(own.get("convert.decisions")),
+        "hashes": _hashed(_beside(checkpoint).get("target")),
+    }
+
+
+def _beside(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The record beside a file that has one inside, too."""
+    for file in checkpoint.files[:1]:
+        place = file.with_name(f"{file.name}.{RECORD_NAME}")
+        if place.is_file():
+            return _object(configs.read_json(place))
+    return {}
+
+
+def _hashed(target: Any) -> str | None:
+    written = entries(target.get("files")) if isinstance(target, Mapping) else []
+    if any("sha256" in f for f in written):
+        return "full"
+    return "headers" if any("header_sha256" in f for f in written) else None
+
+
+def _origin(layout: Any, format: Any, sizes: list[Any]) -> dict[str, Any]:
+    known = [n for n in sizes if isinstance(n, int)]
+    return {"layout": layout, "format": format, "files": len(sizes), "bytes": sum(known)}
+
+
+def _sizes(own: Mapping[str, Any]) -> list[Any]:
+    found = own.get("convert.source.bytes")
+    return [int(n) if str(n).isdecimal() else None for n in found] if isinstance(found, (list, tuple)) else []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """A JSON object, be it as text; anything else counts as none."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return {}
+    return value if isinstance(value, dict) else {}

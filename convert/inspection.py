@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from convert.decisions import lines as decision_lines
 from convert.dtypes import DTYPES, TORCH_NAMES
 from convert.report import human_bytes
 
@@ -74,7 +75,10 @@ class Inspection:
         tensors: Every stored tensor.
         files: Weight files with their bytes.
         problems: How many findings ``validate`` would list.
-        notes: Assumptions, stripped prefixes, dropped tensors, the record of an earlier conversion.
+        notes: Assumptions, stripped prefixes, dropped tensors.
+        record: What the conversion that wrote it left: ``tool``, ``source`` (``layout``, ``format``, ``files``,
+            ``bytes``), ``dtype``, ``decisions`` (:mod:`convert.decisions`) and ``hashes`` (``full``, ``headers`` or
+            None); None for a checkpoint from elsewhere.
     """
 
     path: Path
@@ -95,6 +99,7 @@ class Inspection:
     files: list[tuple[str, int]]
     problems: int = 0
     notes: list[str] = field(default_factory=list)
+    record: dict[str, Any] | None = None
 
     @property
     def dtype(self) -> str:
@@ -129,6 +134,7 @@ class Inspection:
             **{k: self.numbers.get(k) for k in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size")},
             "tensors": [t.as_json() for t in self.tensors],
             "notes": self.notes,
+            "record": self.record,
         }
 
     def lines(self) -> list[tuple[str, str]]:
@@ -152,7 +158,22 @@ class Inspection:
         ]
         if self.problems:
             out.append(("problems", f"{_count(self.problems, 'finding')}; `convert validate` lists them"))
-        return [*out, *(("note", note) for note in self.notes)]
+        return [*out, *self._record(), *(("note", note) for note in self.notes)]
+
+    def _record(self) -> list[tuple[str, str]]:
+        """Who wrote it, from what, and what was decided then."""
+        if self.record is None:
+            return []
+        source = self.record["source"]
+        made = f"{self.record['tool']}"
+        if source["layout"]:
+            size = f", {_count(source['files'], 'file')}, {human_bytes(source['bytes'])}" if source["files"] else ""
+            made += f" from the {source['layout']} layout ({source['format']}{size})"
+        asked = f", dtype {self.record['dtype']}" if self.record["dtype"] else ""
+        kept = {"full": "with full hashes", "headers": "with the headers' hashes"}.get(str(self.record["hashes"]))
+        kept = f"; its record, {kept}, is beside: `convert check`" if kept else ""
+        decided = decision_lines(self.record["decisions"])
+        return [("written by", made + asked + kept), *(("decided then", line) for line in decided)]
 
     def _types(self) -> str:
         total = sum(self.dtypes.values()) or 1

@@ -156,12 +156,14 @@ def seal(
     for file, planned in zip(out["target"]["files"], plan.files, strict=True):
         path = folder / planned.name
         file |= {"head_sha256": head_hash(path), **_header(path, planned.format)}
+        file.pop("sha256", None)  # of an earlier run of the same plan
         if hashes is not None:
             file["sha256"] = hashes.outputs[planned.name]
     if losses:
         out["losses"] = dict(losses)
-    if hashes is not None:
-        for file, path in zip(out["source"]["files"], plan.source.files, strict=True):
+    for file, path in zip(out["source"]["files"], plan.source.files, strict=True):
+        file.pop("sha256", None)
+        if hashes is not None:
             file["sha256"] = hashes.sources[path]
     out["target"]["beside"] = _beside(plan)
     plan.sidecars[name] = dump(out)
@@ -177,6 +179,11 @@ def _whole(value: bytes | Path) -> dict[str, Any]:
     if isinstance(value, bytes):
         return {"bytes": len(value), "sha256": hashlib.sha256(value).hexdigest()}
     return {"bytes": value.stat().st_size, "sha256": hash_file(value)}
+
+
+def entries(value: Any) -> list[Mapping[str, Any]]:
+    """A list of files in a record, whatever somebody made of it."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def compact(value: Any) -> str:

@@ -20,7 +20,7 @@ from tests.fixtures import make_gguf, make_hf, make_meta, make_scratch
 
 JSON_KEYS = (
     "schema format layout family dtype parameters parameters_stored tied rope n_layers n_heads n_kv_heads head_dim "
-    "vocab_size tensors notes"
+    "vocab_size tensors notes record"
 )
 ROOT = Path(__file__).parent.parent
 
@@ -201,7 +201,7 @@ def test_the_order_of_q_and_k_and_how_it_is_known(made, tmp_path):
     convert.convert_checkpoint(made["hf"].path, tmp_path / "s", to="scratch")
     written = inspect(tmp_path / "s")
     assert "recorded" in written.pairing
-    assert any("from the hf layout" in n for n in written.notes)
+    assert any(k == "written by" and "from the hf layout" in line for k, line in written.lines())
 
 
 def test_a_notebook_shows_the_same_and_escapes_names(tmp_path):

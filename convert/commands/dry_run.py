@@ -1,11 +1,11 @@
-"""``--dry-run``: the plan as text or JSON."""
+"""``--dry-run``: the plan as text or JSON: what is read and written, memory, space, every decision and assumption."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from convert.errors import ConvertError
     from convert.plan import ConversionPlan
 
+#: Files that are listed by name; ``--json`` has them all.
+_SHOWN = 16
+
 
 def show_plan(
     plan: ConversionPlan, out: Path, *, threads: int, as_json: bool, overwrite: bool, force: bool = False
 ) -> int:
     """Print what would be read and written, and what would forbid it; returns the exit code that this would have."""
+    from convert.decisions import lines
     from convert.report import human_bytes
 
     forbidden = _forbidden(plan, out, threads=threads, overwrite=overwrite, force=force)
@@ -29,6 +33,7 @@ def show_plan(
         parent = parent.parent
     free = shutil.disk_usage(parent).free
     read = sum(f.stat().st_size for f in plan.source.files)
+    beside = _beside(plan)
     value = {
         "schema": "convert.plan/1",
         "source": str(plan.source.path),
@@ -36,14 +41,18 @@ def show_plan(
         "family": plan.source.family,
         "target_layout": plan.request.target,
         "out": str(out),
+        "reads": [{"name": f.name, "bytes": f.stat().st_size} for f in plan.source.files],
         "files": [{"name": f.name, "bytes": f.size, "tensors": len(f.entries)} for f in plan.files],
         "sidecars": sorted(plan.sidecars),
+        "beside": beside,
         "types": _types(plan),
         "bytes_read": read,
         "bytes_written": plan.nbytes,
         "bytes_free": free,
         "peak_memory": plan.peak_memory(threads),
+        "threads": threads,
         "tied": plan.tied,
+        "decisions": plan.decisions,
         "notes": plan.notes,
         "problems": [problem.as_json() for problem in problems],
     }
@@ -51,20 +60,34 @@ def show_plan(
         click.echo(json.dumps(value, indent=2))
         return code
     click.echo(f"plan: {plan.source.path} ({plan.source.family}, {plan.source.layout}) → {out} ({plan.request.target})")
-    for file in plan.files:
-        click.echo(f"  {file.name}  {human_bytes(file.size)}, {len(file.entries)} tensors")
-    click.echo(f"  beside: {', '.join(sorted(plan.sidecars))}")
+    click.echo(f"reads {human_bytes(read)}:")
+    _list([f"{path.name}  {human_bytes(path.stat().st_size)}" for path in plan.source.files])
+    enough = "" if free >= plan.nbytes else ", NOT ENOUGH"
+    click.echo(f"writes {human_bytes(plan.nbytes)} ({human_bytes(free)} free{enough}):")
+    _list([f"{file.name}  {human_bytes(file.size)}, {len(file.entries)} tensors" for file in plan.files])
+    for item in beside:
+        made = "copied" if item["copied"] else "made"
+        click.echo(f"  {item['name']}  {human_bytes(item['bytes'])}, {made}")
     types = (f"{count} {dtype} ({human_bytes(size)})" for dtype, (count, size) in _types(plan).items())
-    click.echo(f"  tensors: {', '.join(types)}")
-    click.echo(f"reads {human_bytes(read)}, writes {human_bytes(plan.nbytes)}; {human_bytes(free)} free")
+    click.echo(f"tensors: {', '.join(types)}")
     click.echo(f"peak memory: about {human_bytes(plan.peak_memory(threads))} with {threads} threads")
+    for line in lines({k: v for k, v in plan.decisions.items() if k != "substituted"}):  # notes tell what that costs
+        click.echo(f"decided: {line}")
     for note in plan.notes:
-        click.echo(f"note: {note}")
+        if not note.startswith(("ignored ", "rows of Q and K are put ")):  # told above
+            click.echo(f"note: {note}")
     for problem in problems:
         hint = f" {problem.hint}" if problem.hint else ""
         click.echo(f"error: the conversion would stop here: {problem.message}{hint}")
     click.echo("Nothing was written (dry run).")
     return code
+
+
+def _list(lines: list[str]) -> None:
+    """Names of files; of hundreds of shards the first and the last tell enough."""
+    shown = lines if len(lines) <= _SHOWN else [*lines[: _SHOWN - 2], f"… {len(lines) - _SHOWN + 1} more", lines[-1]]
+    for line in shown:
+        click.echo(f"  {line}")
 
 
 def _forbidden(plan: ConversionPlan, out: Path, *, threads: int, overwrite: bool, force: bool) -> ConvertError | None:
@@ -79,6 +102,18 @@ def _forbidden(plan: ConversionPlan, out: Path, *, threads: int, overwrite: bool
     except ConvertError as error:
         return error
     return None
+
+
+def _beside(plan: ConversionPlan) -> list[dict[str, Any]]:
+    """The small files: name, bytes, and whether they are copied as they are."""
+    return [
+        {
+            "name": name,
+            "bytes": len(value) if isinstance(value, bytes) else value.stat().st_size,
+            "copied": not isinstance(value, bytes),
+        }
+        for name, value in sorted(plan.sidecars.items())
+    ]
 
 
 def _types(plan: ConversionPlan) -> dict[str, tuple[int, int]]:
