@@ -82,6 +82,8 @@ def metadata(plan: ConversionPlan, entries: Sequence[Entry], *, file_type: int) 
 
 def _carried(plan: ConversionPlan) -> KeyValues:
     """The key-values of a GGUF source, which go on unless something here knows better."""
+    from convert.tokenizer.from_gguf import FLAGS, FLAGS_KEY, NORMALIZER_KEY
+
     source = plan.source
     if not isinstance(source.metadata, KeyValues) or source.layout != "gguf":
         return KeyValues()
@@ -90,7 +92,8 @@ def _carried(plan: ConversionPlan) -> KeyValues:
     for key in list(values):
         if key.startswith("convert.") or (anew and key.startswith("tokenizer.")):
             values.drop(key)
-    for key in ("convert.tokenizer_normalizer", "convert.eos_token_ids"):
+    flags = (f"{FLAGS_KEY}.{flag}" for flag in FLAGS)
+    for key in (NORMALIZER_KEY, "convert.eos_token_ids", *flags):
         if not anew and key in source.metadata:
             values.put(key, Value(source.metadata.types[key], source.metadata[key]))
     if "tokenizer.ggml.model" not in values:

@@ -7,6 +7,7 @@ nothing of weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from convert.errors import ConvertError, Problem
@@ -34,6 +35,10 @@ ROLE_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "
 
 #: A key of ours: the Unicode form a tokenizer applies first, where the rules' name does not imply it ('' for none).
 NORMALIZER_KEY = "convert.tokenizer_normalizer"
+#: Keys of ours: ids of the added tokens that carry each flag; GGUF's own keys have no word for them. A file that has
+#: any of these has been told of all added tokens' flags.
+FLAGS_KEY = "convert.tokenizer_added"
+FLAGS = ("normalized", "lstrip", "rstrip", "single_word")
 
 #: ``tokenizer.ggml.model`` to the kind, with llama.cpp's default for add_bos, add_eos and the unknown token.
 _MODELS = {
@@ -96,6 +101,7 @@ def _read(
         # A user-defined run of spaces written as ▁▁ (llama.cpp's converter) is never found in text; it is merged.
         if number in special and not (number == USER_DEFINED and kind == SENTENCEPIECE and SPACE in tokens[index])
     ]
+    _flags(tokenizer, metadata)
     _special(tokenizer, metadata, unknown)
     if kind == BYTE_LEVEL:
         _byte_level(tokenizer, metadata)
@@ -107,6 +113,24 @@ def _read(
     tokenizer.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     tokenizer.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", add_eos))
     return tokenizer
+
+
+def _flags(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """How added tokens treat what is around them, where this product wrote the file."""
+    held = {flag: metadata.get(f"{FLAGS_KEY}.{flag}") for flag in FLAGS}
+    tokenizer.says_flags = any(ids is not None for ids in held.values())
+    if tokenizer.says_flags:
+        normalized, lstrip, rstrip, single = ({int(index) for index in held[flag] or ()} for flag in FLAGS)
+        tokenizer.added = [
+            replace(
+                token,
+                normalized=token.id in normalized,
+                lstrip=token.id in lstrip,
+                rstrip=token.id in rstrip,
+                single_word=token.id in single,
+            )
+            for token in tokenizer.added
+        ]
 
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, int | list[int]]:

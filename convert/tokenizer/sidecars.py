@@ -83,7 +83,7 @@ def _apply(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> Non
     stripping = [token.content for token in tokenizer.added if token.lstrip or token.rstrip]
     if stripping:
         tokenizer.caveats.append(
-            f"{len(stripping)} added tokens take white space beside them ({stripping[0]!r}); a GGUF file cannot say so."
+            f"{len(stripping)} added tokens take white space beside them ({stripping[0]!r}); llama.cpp is not told."
         )
 
 

@@ -13,7 +13,7 @@ from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.gguf_values import U32, Array, Bool, Str, StringArray, Value
 from convert.tokenizer import merges as bpe
 from convert.tokenizer import pretokenizers
-from convert.tokenizer.from_gguf import NORMALIZER_KEY, ROLE_KEYS
+from convert.tokenizer.from_gguf import FLAGS, FLAGS_KEY, NORMALIZER_KEY, ROLE_KEYS
 from convert.tokenizer.to_hf import merges_of
 from convert.tokenizer.tokenizer import (
     BYTE,
@@ -107,6 +107,9 @@ def gguf_metadata(
     out = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     if tokenizer.normalizer != (rules.normalizer if rules else None):
         out[NORMALIZER_KEY] = Str(tokenizer.normalizer or "")
+    for flag in FLAGS if tokenizer.says_flags else ():
+        if marked := [token.id for token in tokenizer.added if getattr(token, flag)]:
+            out[f"{FLAGS_KEY}.{flag}"] = Array("i32", marked)
     out |= _special(tokenizer, config or {}, generation_config or {}, len(tokens))
     tokenizer.notes[:] = dict.fromkeys(
         [*tokenizer.notes, *tokenizer.caveats]
