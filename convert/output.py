@@ -14,6 +14,7 @@ from pathlib import Path
 from convert.errors import ConvertError, Problem, UsageError
 from convert.io_errors import io_problem, writing
 from convert.plan import ConversionPlan
+from convert.platform import write_at
 
 #: Held by the run that writes into a partial folder.
 LOCK_NAME = ".lock"
@@ -230,7 +231,9 @@ def write_sidecar(folder: Path, name: str, value: bytes | Path) -> None:
             raise ConvertError(io_problem(error, value, writing=False)) from error
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            write_at(fd, data, 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
