@@ -176,7 +176,7 @@ def _finished(work: _Work, pool: ThreadPoolExecutor) -> TensorDelta:
     sides = (pair.a, pair.b)
     shapes = (pair.a.shape if pair.a else None, pair.b.shape if pair.b else None)
     types = (pair.a.dtype if pair.a else None, pair.b.dtype if pair.b else None)
-    delta = partial(TensorDelta, pair.name, pair.row, pair.column, shapes=shapes, dtypes=types)
+    delta = partial(TensorDelta, pair.name, pair.row, pair.column, shapes=shapes, dtypes=types, turned=pair.turned)
     notes = [
         f"{side} stores none and takes {s.instead}" for side, s in zip("AB", sides, strict=True) if s and s.instead
     ]

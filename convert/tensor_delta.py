@@ -54,6 +54,7 @@ class TensorDelta:
         not_finite: How many are NaN or infinite on one side, and not the same on the other.
         where: Index, in the tensor, of the largest |a - b|.
         note: What there is to add: where a tied head was taken from, to which type values were rounded.
+        turned: Whether the two layouts keep its rotary rows in different orders.
     """
 
     name: str
@@ -71,6 +72,7 @@ class TensorDelta:
     not_finite: int = 0
     where: tuple[int, ...] | None = None
     note: str | None = None
+    turned: bool = False
 
     @property
     def same(self) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from convert import tensor_diff
+from convert import tensor_comparison
 from convert.tensor_diff import diff_tensors
 from tests.fixtures.shapes import get_shape
 from tests.reference.models import StandIn, interleaved, one_thread, stand_in  # noqa: F401
@@ -13,9 +13,9 @@ from tests.reference.models import StandIn, interleaved, one_thread, stand_in  #
 QK = [f"trf_blocks.{layer}.att.W_{part}.weight" for layer in range(2) for part in ("query", "key")]
 
 
-@pytest.fixture(params=[1 << 25, 2000], ids=["whole", "in blocks"], autouse=True)
+@pytest.fixture(params=[1 << 20, 500], ids=["whole", "in blocks"], autouse=True)
 def blocks(request, monkeypatch):
-    monkeypatch.setattr(tensor_diff, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(tensor_comparison, "BLOCK", request.param)
 
 
 @pytest.mark.parametrize("shape", ["gqa8", "hd6", "hd16", "mha"])
