@@ -22,6 +22,7 @@ _HOMES = {
     "validate": "convert.validate",
     "check": "convert.check",
     "verify": "convert.verify",
+    "diagnose": "convert.diagnose",
     "diff": "convert.diff",
     "compare_tensors": "convert.tensor_comparison",
     "verify_engine": "convert.verify_engine",
@@ -45,6 +46,7 @@ __all__ = [
     "check",
     "compare_tensors",
     "convert_checkpoint",
+    "diagnose",
     "diff",
     "generate",
     "inspect",
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from convert.check import check
     from convert.checkpoint import Checkpoint, open_checkpoint
     from convert.conversion import convert_checkpoint, plan_conversion
+    from convert.diagnose import diagnose
     from convert.diff import diff
     from convert.errors import ConvertError, Problem, UsageError
     from convert.generate import generate

@@ -45,6 +45,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "verify": ("verify", "command", "Run two checkpoints and compare their logits."),
     "diff": ("diff", "command", "Compare two checkpoints tensor by tensor, with config and tokenizer."),
     "repair": ("repair", "command", "Write a corrected copy: undo a known fault of a conversion."),
+    "diagnose": ("diagnose", "command", "What is wrong with a checkpoint that loads and misbehaves."),
     "metadata": ("metadata", "command", "Show and change the key-values of a GGUF file."),
     "generate": ("generate", "command", "Continue a text with the weights, from any layout."),
     "tables": ("tables", "command", "Show, check and start mapping tables and names files."),

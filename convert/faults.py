@@ -205,7 +205,7 @@ def _scalings(ckpt: Checkpoint, *, scaled: bool) -> list[str]:
             found += [f"{_prefix(kind)}linear:{f:g}" for f in (2.0, 4.0, 8.0) if f != old["factor"]]
         if not scaled and old["rope_type"] == "default":
             usual = int(META_SCALING["original_max_position_embeddings"])
-            known = {usual} | {context // part for part in (8, 16, 32) if context >= 8 * part}
+            known = {usual, context // 16} - {0}
             found += [f"{_prefix(kind)}llama3:{f:g}:{original}" for f in FACTORS for original in sorted(known)]
             found += [f"{_prefix(kind)}linear:{f:g}" for f in (2.0, 4.0, 8.0)]
     return found

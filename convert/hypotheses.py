@@ -143,6 +143,21 @@ class Findings:
     skipped: dict[str, str] = field(default_factory=dict)
 
     @property
+    def margin(self) -> float:
+        """What a gain must exceed."""
+        return MARGIN
+
+    def listed(self, single: int) -> list[Trial]:
+        """The trials, with so many of those about one layer."""
+        kept = [t for t in self.trials if any(_local(c) for c in t.cases)][:single]
+        return [t for t in self.trials if t.explains or t in kept or not any(_local(c) for c in t.cases)]
+
+    def control(self) -> Trial | None:
+        """The hypothesis that costs least of those that cost something: what a fault would do to this model."""
+        worse = [t for t in self.trials if t.cases[0].kind == "order" and t.gain.mean < -MARGIN]
+        return max(worse, key=lambda t: t.gain.mean, default=None)
+
+    @property
     def sensible(self) -> bool:
         """Whether the model as it is predicts better than frequencies do."""
         return self.baseline < self.level

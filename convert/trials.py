@@ -67,8 +67,8 @@ class Bench:
         ConvertError: The tensors do not fill the reference model.
     """
 
-    def __init__(self, ckpt: Checkpoint, *, device: torch.device | str = "cpu") -> None:
-        self.ckpt = ckpt
+    def __init__(self, ckpt: Any, *, device: torch.device | str = "cpu") -> None:
+        self.ckpt: Checkpoint = ckpt
         self.device = torch.device(device)
         model, pairs = empty_reference(ckpt)
         check_fit(homes_of(model), pairs)
@@ -94,7 +94,8 @@ class Bench:
     def _model(self, view: View | None) -> Any:
         if view is None:
             return self._base
-        model, _ = empty_reference(view.opened)
+        opened: Any = view.opened
+        model, _ = empty_reference(opened)
         return self._filled(model, {name: self._read(source) for name, source in view.changed_tensors()})
 
     @torch.inference_mode()
