@@ -149,7 +149,8 @@ def _verify(console: Console, value: Mapping[str, Any], detail: Mapping[str, Any
     _rows(console, rows, head=("", "A against B", "broken copy"))
     judged = [f"rounding {number(value.get('noise'))}", f"tolerance {number(value.get('tolerance'))}"]
     if control:
-        judged.append(f"broken copy {number(control.get('nmse'))} ({'seen' if control.get('seen') else 'not seen'})")
+        unseen = "no farther than B" if value.get("verdict") == "fail" else "not seen"
+        judged.append(f"broken copy {number(control.get('nmse'))} ({'seen' if control.get('seen') else unseen})")
     if value.get("tolerance_abs") is not None:
         judged.append(f"tolerance of max |Δ| {number(value['tolerance_abs'])}")
     _say(console, "NMSE: " + ", ".join(judged))
@@ -172,19 +173,20 @@ def _curves(console: Console, detail: Mapping[str, Any]) -> None:
     """Layers and positions as a line of blocks each, the control's below the result's, on one logarithmic scale."""
     positions, layers = detail.get("positions") or {}, detail.get("layers") or []
     width = min(console.width, _WIDTH) - 24
-    pairs = [
+    labelled = [
         ("KL by position", positions.get("kl") or [], positions.get("control_kl") or []),
         ("error by layer", [s.get("error") for s in layers], [s.get("control") for s in layers]),
     ]
     rows = []
-    for label, found, control in pairs:
+    for label, found, control in labelled:
         positive = [v for w in (*found, *control) if (v := finite(w)) is not None and v > 0]
         if not positive:
             continue
         low, high = math.log10(min(positive)), math.log10(max(positive))
         for name, values in ((f"{label}, B", found), ("  broken copy", control)):
             if values:
-                rows.append([name, _spark(values, low, high, width)])
+                nothing = all(v == 0 for v in values)
+                rows.append([name, "0 everywhere" if nothing else _spark(values, low, high, width)])
     if rows and _can_draw():
         _rows(console, rows, left=2)
     departs = detail.get("departs")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from convert.commands.options import output_options, stack
+from convert.commands.options import output_options, report_option, report_writer, stack
 from convert.commands.sides import side, side_options
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ tolerance_options = stack(
 @tolerance_options
 @click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers.")
 @side_options
+@report_option
 @output_options
 def command(a: str, b: str, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Compare two checkpoints of any layouts and formats, without running them.
@@ -44,12 +45,14 @@ def command(a: str, b: str, as_json: bool, quiet: bool, debug: bool, **options: 
     Tensors are brought into one layout and compared bit for bit (rotary rows that two layouts keep in different orders
     are no difference), configs in one spelling, tokenizers by what they hold. Exit code 0: the same, 1: different.
     """
+    write_report = report_writer(options["report"], quiet=quiet)
     result = run(a, b, options, show_progress=not (quiet or as_json))
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2, ensure_ascii=False))
     elif not quiet:
         for line in lines(result):
             click.echo(line)
+    write_report(result)
     return result.exit_code
 
 

@@ -122,8 +122,10 @@ conversion_options = stack(
 )
 
 
-def report_writer(out: str | None, *, quiet: bool = False) -> Callable[[Any], None]:
-    """What writes a result's page; called before the work, so that what cannot be written is refused before it.
+def report_writer(out: str | None, *, quiet: bool = False) -> Callable[..., None]:
+    """What writes a result's page, with more detail where there is some.
+
+    Called before the work, so that what cannot be written is refused before it.
 
     Args:
         out: The page, or None: nothing is written.
@@ -133,13 +135,13 @@ def report_writer(out: str | None, *, quiet: bool = False) -> Callable[[Any], No
         UsageError: matplotlib is missing, or the place is no place for a report.
     """
     if out is None:
-        return lambda _: None
+        return lambda _result, _extra=None: None
     from convert.html import check_report, write_report
 
     check_report(out)
 
-    def write(result: Any) -> None:
-        path = write_report(result, out)
+    def write(result: Any, extra: dict[str, Any] | None = None) -> None:
+        path = write_report(result, out, extra=extra)
         if not quiet:
             click.echo(f"report: {path}", err=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from convert.commands.options import output_options, report_option, report_write
 from convert.prompt import read_prompts, read_text
 
 if TYPE_CHECKING:
+    from convert.checkpoint import Checkpoint
     from convert.verify import VerifyResult
 
 
@@ -77,18 +79,19 @@ def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **op
     """
     write_report = report_writer(options["report"], quiet=quiet)
     steps = None if quiet or as_json else lambda s: click.echo(f"… {s}", err=True)
-    result = _run(a, b, options, text=_text(options["text"]), on_step=steps)
+    result, extra = _run(a, b, options, text=_text(options["text"]), on_step=steps)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif not quiet:
         from convert.terminal import show
 
         show(result)
-    write_report(result)
+    write_report(result, extra)
     return result.exit_code
 
 
-def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> VerifyResult:
+def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> tuple[VerifyResult, dict[str, Any]]:
+    """The result, and what a report shows beside it: how far every tensor lies from the other side's."""
     from convert.checkpoint import open_checkpoint
     from convert.verify import verify
     from convert.verify_engine import verify_engine
@@ -106,8 +109,19 @@ def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> VerifyR
         second = None if b is None else stack.enter_context(open_checkpoint(b, **_side(b, options, "_b")))
         if engine == "reference":
             prompts = None if options["prompts"] is None else read_prompts(Path(options["prompts"]))
-            return verify(first, second, prompts=prompts, layerwise=options["layerwise"], **more)
-        return verify_engine(first, second, engine=engine, **more)
+            result = verify(first, second, prompts=prompts, layerwise=options["layerwise"], **more)
+        else:
+            result = verify_engine(first, second, engine=engine, **more)
+        extra = _tensors(first, second, more["on_step"]) if options["report"] and second is not None else {}
+        return result, extra
+
+
+def _tensors(first: Checkpoint, second: Checkpoint, on_step: Callable[[str], None] | None) -> dict[str, Any]:
+    from convert.diff import diff
+
+    if on_step is not None:
+        on_step("comparing the tensors for the report")
+    return {"tensors": diff(first, second, tensors_only=True).detail()["tensors"]}
 
 
 def _text(said: str | None) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,8 +75,12 @@ def _refusal(message: str, hint: str) -> UsageError:
     return UsageError(Problem("report", message, hint=hint))
 
 
-def render(result: Result) -> str:
+def render(result: Result, *, extra: Mapping[str, Any] | None = None) -> str:
     """The page of a result.
+
+    Args:
+        result: Of ``verify``, ``diagnose`` or ``diff``.
+        extra: More of ``detail()``, from elsewhere: ``tensors``, for a verification.
 
     Raises:
         ValueError: The result is of no kind that has a page.
@@ -90,21 +95,22 @@ def render(result: Result) -> str:
     if kind not in pages:
         raise ValueError(f"results of kind {kind!r} have no report")
     make = getattr(result, "detail", None)
-    return pages[kind](value, make() if make else {}).render()
+    return pages[kind](value, {**(make() if make else {}), **(extra or {})}).render()
 
 
-def write_report(result: Result, out: str | os.PathLike[str]) -> Path:
+def write_report(result: Result, out: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> Path:
     """Write the page of a result, whole or not at all.
 
     Args:
         result: Of ``verify``, ``diagnose`` or ``diff``.
         out: The file; see :func:`check_report`, which is called again, for others may have written in between.
+        extra: As :func:`render` takes it.
 
     Returns:
         Where it is.
     """
     path = check_report(out)
-    data = render(result).encode("utf-8", "backslashreplace")
+    data = render(result, extra=extra).encode("utf-8", "backslashreplace")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "xb") as file:

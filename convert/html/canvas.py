@@ -55,6 +55,7 @@ def draw(
     """
     import matplotlib.style
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     out = []
     for narrow in (False, True):
@@ -62,7 +63,8 @@ def draw(
         raw = io.StringIO()
         with matplotlib.style.context(["default", _style(narrow)]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # glyphs that its own font lacks: the browser has them
-            figure = Figure(figsize=(width / 72, tall / 72), dpi=72, layout="constrained")
+            layout = ConstrainedLayoutEngine(w_pad=7 / 72, h_pad=5 / 72)  # browsers' letters are as wide as they like
+            figure = Figure(figsize=(width / 72, tall / 72), dpi=72, layout=layout)
             figure.patch.set_visible(False)
             paint(figure, narrow)
             figure.savefig(raw, format="svg", metadata={"Date": None, "Creator": None})

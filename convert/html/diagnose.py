@@ -201,7 +201,7 @@ def _probe(result: Any, layers: Sequence[Any]) -> Part | None:
     words += "."
     if result.get("confidence"):
         words += f" Confidence: {number(result['confidence'])}."
-    head = ["rows of", "order", "halves", "interleaved", "heads"]
+    head = ["rows of", "order", "halves", "interleaved"]
     known = [_evidence(name, result[key]) for key, name in _ROWS.items() if isinstance(result.get(key), Mapping)]
     more = table(head, known, caption="Unlikeness over that of random pairs", words=2) if known else ""
     drawing = numbers = ""
@@ -235,7 +235,7 @@ def _evidence(name: str, found: Mapping[str, Any]) -> list[str]:
         number(value / random) if value is not None and random else "–"
         for value in map(finite, (found.get("h"), found.get("i")))
     ]
-    return [name, str(found.get("order") or "cannot tell"), *ratios, number(found.get("heads"))]
+    return [name, str(found.get("order") or "cannot tell"), *ratios]
 
 
 def _findings(problems: Sequence[Any]) -> Part | None:

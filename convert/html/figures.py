@@ -84,7 +84,8 @@ def curves(
                 label=plain(c.label, longest=40),
                 color=COLOURS[c.colour],
                 linestyle=_DASHES[c.colour],
-                linewidth=1.8 if len(values) < 300 else 1.2,
+                # The control lies below: where the result is the same, it must still be seen.
+                linewidth=(3.2 if c.colour == "control" else 1.8) if len(values) < 300 else 1.2,
                 marker="o" if len(values) <= (20 if narrow else 40) else None,
                 markersize=3.5,
             )
@@ -137,7 +138,7 @@ def _steps(axes: Any, steps: Sequence[str] | None, count: int, narrow: bool) -> 
 
     axes.set_xlim(-0.5 - count / 100, count - 0.5 + count / 100)
     if steps is None:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if narrow else 12, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if narrow else 12, integer=True, steps=[1, 2, 5, 10]))
         return
     room = 6 if narrow else 14
     chosen = _round_steps(steps, room)
@@ -241,6 +242,7 @@ def heat(
     """
     edge = 0.6 if len(rows) <= 60 else 0.25
     numbered = {key: i for i, key in enumerate(cells)}
+    downs, acrosses = ({key: i for i, key in enumerate(keys)} for keys in (rows, columns))
     tips = {f"cell{i}": cells[key][1] for key, i in numbered.items()}
 
     def paint(figure: Any, narrow: bool) -> None:
@@ -248,12 +250,13 @@ def heat(
 
         axes = figure.add_subplot()
         for (row, column), i in numbered.items():
-            y, x = rows.index(row), columns.index(column)
+            y, x = downs[row], acrosses[column]
             corner = (x, y) if narrow else (y, x)
             colour = COLOURS[f"heat{heat_class(cells[row, column][0])}"]
             cell = Rectangle(corner, 1, 1, facecolor=colour, edgecolor=COLOURS["paper"], linewidth=edge)
             cell.set_gid(f"cell{i}")
-            axes.add_patch(cell)
+            cell.set_in_layout(False)
+            axes.add_artist(cell)  # not add_patch, which measures every cell
         axes.grid(False)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
@@ -326,6 +329,7 @@ def losses(entries: Sequence[Loss], *, baseline: float | None, name: str, title:
                 xytext=(0, 9),
                 textcoords="offset points",
                 annotation_clip=False,
+                bbox={"facecolor": COLOURS["paper"], "edgecolor": "none", "pad": 1},
             )
         if baseline is not None:
             axes.axvline(baseline, color=COLOURS["limit"], linestyle=_DASHES["limit"], linewidth=1.2)

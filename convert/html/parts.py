@@ -193,7 +193,7 @@ def tensors_part(found: Sequence[Mapping[str, Any]] | None, *, key: str = "tenso
     if folded:
         more += "<p>Farthest apart: " + ", ".join(f"<code>{escape(n)}</code>" for n in folded[:8])
         more += f" and {len(folded) - 8} more.</p>" if len(folded) > 8 else ".</p>"
-    listing = worst[:WORST] + [t for t in found if t not in worst][: max(0, WORST - len(worst))]
+    listing = (worst + [t for t in found if _error(t) == 0])[:WORST]
     numbers = table(
         ["tensor", "what", "relative error", "cosine", "max |Δ|", "changed"],
         (_line(t) for t in listing),

@@ -78,6 +78,7 @@ dt{color:var(--muted)}dd{margin:0;overflow-wrap:anywhere}
 .chip{display:inline-block;width:.85em;height:.85em;border-radius:2px;margin-right:.4em;border:1px solid var(--muted)}
 footer{padding-bottom:2rem;font-size:.9rem}
 .plain .scroll{max-width:64rem}
+section:not(.plain) .words :is(th,td){min-width:0;font-size:.86rem;padding-right:.5rem}
 .side{display:grid;gap:0 3rem;grid-template-columns:minmax(0,1fr)}
 @media (min-width:700px){svg.wide{display:block;max-width:980px}svg.narrow{display:none}}
 @media (min-width:1180px){section:not(.plain){grid-template-columns:minmax(0,1fr) minmax(0,21rem);column-gap:2.5rem}

@@ -56,7 +56,7 @@ PARTS = {
     "positions": ("Position by position", "this run kept no figures of single positions"),
     "logits": ("Logits against logits", "this run kept no logits"),
     "layers": ("Layer by layer", "the models ran whole; --layerwise measures every layer"),
-    "tensors": ("Tensor by tensor", "the tensors were not compared; --tensors, or convert diff, does it"),
+    "tensors": ("Tensor by tensor", "the tensors were not compared; convert diff does it"),
 }
 
 
@@ -119,7 +119,7 @@ def _figures(value: Mapping[str, Any]) -> tuple[str, str, str]:
         f'<div class="side">{table(head, rows, caption="The result, and the control beside it")}'
         f"{table(['', 'value'], judged, caption='What it is judged by')}</div>"
     )
-    words = _about_control(value.get("control"))
+    words = _about_control(value.get("control"), failed=value.get("verdict") == "fail")
     heading = "The figures"
     return "figures", heading, section("figures", heading, words=words, more=html + bullets(listed(value.get("hints"))))
 
@@ -142,8 +142,10 @@ def _prompts(prompts: Sequence[Any]) -> tuple[str, str, str]:
     return "prompts", "Prompt by prompt", section("prompts", "Prompt by prompt", words=words, more=html)
 
 
-def _about_control(control: Mapping[str, Any] | None) -> str:
+def _about_control(control: Mapping[str, Any] | None, *, failed: bool) -> str:
     if not control:
         return "This model has no control: no fault could be planted that shows what the check can see."
-    seen = "It stands out, so the check can see such a fault." if control.get("seen") else "It does not stand out."
+    seen = "It stands out, so the check can see such a fault."
+    if not control.get("seen"):
+        seen = "It lies no farther from A than B does." if failed else "It does not stand out."
     return f"The broken copy is A run with a known fault ({control.get('name')}). {seen}"
