@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from convert import hub_cache
 from convert.config import read_json
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
@@ -58,12 +59,17 @@ def locate(src: Path) -> Found:
         UsageError: Nothing is there.
         ConvertError: Ambiguous, incomplete, or no weights.
     """
-    src = _tensorflow_index(src)
+    said: list[str] = []
+    src = _tensorflow_index(hub_cache.resolve(src, said))
+    if src.is_symlink() and not src.exists():
+        raise ConvertError(_dangling([src]))
     if not src.exists():
         raise UsageError(f"{src} does not exist.", hint="Give a checkpoint folder or file.")
     if not src.is_dir() and not src.is_file():  # opening a pipe would wait for its writer
         raise UsageError(f"{src} is a pipe, socket or device, not a file.", hint="Give a checkpoint folder or file.")
     found = _from_folder(src) if src.is_dir() else _from_file(src)
+    _audit_links(found)
+    found.notes = said + found.notes
     if found.config is None:
         names = (_HPARAMS, *CONFIG_NAMES) if found.format == "tensorflow" else CONFIG_NAMES
         found.config = next((found.folder / n for n in names if (found.folder / n).is_file()), None)
@@ -111,6 +117,10 @@ def _from_folder(folder: Path) -> Found:
     names = [p for p in names if p.suffix != ".index" or any(folder.glob(f"{p.stem}.data-*"))]
     indexes = [folder / n for n in INDEX_NAMES if (folder / n).is_file()]
     adapters = [p for p in names if p.name.startswith("adapter_model")]
+    gone = [p for p in hub_cache.dangling(folder) if p.suffix in SUFFIXES or p.name in INDEX_NAMES]
+    gone = [p for p in gone if not p.name.startswith(NOT_WEIGHTS)]
+    if gone:
+        raise ConvertError(_dangling(gone))
     if adapters or (folder / "adapter_config.json").is_file():
         raise _adapter(folder)
     sets: dict[str, list[Path]] = {}
@@ -131,7 +141,7 @@ def _from_folder(folder: Path) -> Found:
         else:
             sets[path.name] = [path]
     if len(sets) > 1:
-        raise ConvertError(_no_index(folder, sets) or _two_sets(folder, sets))
+        raise ConvertError(_no_index(folder, sets) or _stale_index(folder, sets) or _two_sets(folder, sets))
     if indexes:
         found = _indexed(indexes[0])
         found.notes += notes
@@ -147,6 +157,32 @@ def _from_folder(folder: Path) -> Found:
     if kind != "gguf" and _shard_count(files[0]) > 1 and (problem := _no_index(folder, sets)):
         raise ConvertError(problem)
     return Found(folder, kind, files[:1] if kind == "gguf" else files, notes=notes)
+
+
+def _dangling(links: list[Path]) -> Problem:
+    """Links without what they lead to, as a pruned cache or a copy of its snapshot alone leaves them."""
+    names = ", ".join(p.name for p in links[:8]) + (" …" if len(links) > 8 else "")
+    where = links[0].readlink()
+    more = hub_cache.unfinished(links[0].parent)
+    many = len(links) > 1
+    return Problem(
+        "missing_file",
+        f"{names} {'are links' if many else 'is a link'} to what is not there ({where}){'; ' if more else ''}{more}.",
+        file=str(links[0]),
+        found=str(where),
+        hint="The cache was pruned, or its snapshot was copied without its blobs; download the model again, or copy "
+        "with links followed (cp -rL).",
+    )
+
+
+def _audit_links(found: Found) -> None:
+    """Small files that are links to nothing: without its config a model would be taken for another one."""
+    gone = hub_cache.dangling(found.folder)
+    needed = [p for p in gone if p.name in CONFIG_NAMES]
+    if needed and found.format != "gguf":
+        raise ConvertError(_dangling(needed))
+    if gone:
+        found.notes.append(f"links to nothing: {', '.join(p.name for p in gone[:8])}")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -174,11 +210,12 @@ def _indexed(index: Path) -> Found:
     files = [index.parent / n for n in sorted(set(mapping.values()))]
     missing = [p.name for p in files if not p.is_file()]
     if missing:
+        more = hub_cache.unfinished(index.parent)
         raise ConvertError(
             Problem(
                 "missing_file",
                 f"{index.name} names {len(files)} files and {len(missing)} of them are absent: "
-                f"{', '.join(missing[:8])}.",
+                f"{', '.join(missing[:8])}." + (f" There are {more}." if more else ""),
                 file=str(index),
                 found=len(files) - len(missing),
                 wanted=len(files),
@@ -255,6 +292,22 @@ def _no_index(folder: Path, sets: dict[str, list[Path]]) -> Problem | None:
     )
 
 
+def _stale_index(folder: Path, sets: dict[str, list[Path]]) -> Problem | None:
+    """An index whose files are all gone, beside one other set: the rest of an earlier save."""
+    stale = [key for key, files in sets.items() if not files]
+    if len(sets) != 2 or len(stale) != 1:
+        return None
+    other = next(key for key in sets if key not in stale)
+    return Problem(
+        "stale_index",
+        f"{stale[0]} names files of which none is there, beside {other}.",
+        file=str(folder / stale[0]),
+        found=stale[0],
+        wanted="the files that it names, or no index",
+        hint=f"If {other} is the model, delete the index or name the file; else fetch the files that are named.",
+    )
+
+
 def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:
     lines = []
     for key, files in sets.items():
@@ -290,6 +343,9 @@ def _adapter(folder: Path) -> ConvertError:
 
 def _nothing(folder: Path) -> UsageError:
     there = sorted(p.name for p in folder.iterdir())
+    more = hub_cache.unfinished(folder)
+    if more:
+        return UsageError(f"no weights in {folder}, but {more}.", hint="Let the download finish, or start it again.")
     return UsageError(
         f"no weights in {folder}: it holds {', '.join(there[:10]) or 'nothing'}{' …' if len(there) > 10 else ''}.",
         hint=f"Looked for {', '.join(SUFFIXES)} files and for {INDEX_NAMES[0]}.",
