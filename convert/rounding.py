@@ -17,29 +17,15 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from convert.block_error import BLOCKS, STEPS, SUPER
 from convert.dtypes import DTYPES
 from convert.source import Source
+from convert.tensor_pairs import stored_dtype
 
 #: Values changed at a time.
 _AT_A_TIME = 1 << 20
 #: Explicit bits of the significand.
 _BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
-#: Bits per value, values per scale, and whether a block has a minimum beside its scale (ggml's block formats).
-_BLOCKS = {
-    "Q4_0": (4, 32, False),
-    "Q4_1": (4, 32, True),
-    "Q5_0": (5, 32, False),
-    "Q5_1": (5, 32, True),
-    "Q8_0": (8, 32, False),
-    "Q2_K": (2, 16, True),
-    "Q3_K": (3, 16, False),
-    "Q4_K": (4, 32, True),
-    "Q5_K": (5, 32, True),
-    "Q6_K": (6, 16, False),
-    "Q8_K": (8, 32, False),
-}
-#: K types: 256 values share two float16 numbers; the scales (and minima) of the small blocks are so many steps of them.
-_SUPER, _STEPS = 256, {"Q2_K": 15, "Q3_K": 31, "Q4_K": 63, "Q5_K": 63, "Q6_K": 127}
 _FLOATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,14 +34,6 @@ _FLOATS = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-
-
-def stored_dtype(source: Source) -> str:
-    """The type in the file, below any cast or dequantisation that wraps it."""
-    inner = getattr(source, "source", None)
-    if inner is None and getattr(source, "parts", None):
-        inner = source.parts[0]  # type: ignore[attr-defined]
-    return stored_dtype(inner) if isinstance(inner, Source) else source.dtype
 
 
 def stored_dtypes(pairs: Iterable[tuple[str, Source]]) -> dict[str, str]:
@@ -90,7 +68,7 @@ def round_through(weights: Tensor, dtype: str) -> Tensor:
     if dtype in _FLOATS:
         return weights.to(_FLOATS[dtype]).to(weights.dtype)
     kind = DTYPES[dtype]
-    bits, block, minimum = _BLOCKS.get(dtype, (max(1, kind.block_bytes * 8 // kind.block), 32, False))
+    bits, block, minimum = BLOCKS.get(dtype, (max(1, kind.block_bytes * 8 // kind.block), 32, False))
     if weights.ndim < 2 or weights.shape[-1] % block:
         return weights
     values = weights.float().unflatten(-1, (-1, block))
@@ -100,8 +78,8 @@ def round_through(weights: Tensor, dtype: str) -> Tensor:
     else:
         low = torch.zeros_like(values[..., :1])
         step = values.abs().amax(-1, keepdim=True) / 2 ** (bits - 1)
-    if dtype in _STEPS and weights.shape[-1] % _SUPER == 0:
-        step, low = (_coarse(part, _SUPER // block, _STEPS[dtype]) for part in (step, low))
+    if dtype in STEPS and weights.shape[-1] % SUPER == 0:
+        step, low = (_coarse(part, SUPER // block, STEPS[dtype]) for part in (step, low))
     step = torch.where(step == 0, torch.ones_like(step), step)
     return (((values - low) / step).round() * step + low).flatten(-2).to(weights.dtype)
 
