@@ -8,7 +8,7 @@ order. This module compares nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -98,7 +98,7 @@ class LayeredModel:
         self._homes = homes_of(self.model)
         check_fit(self._homes, pairs)
         self._sources = dict(pairs)
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype = torch.empty(0, device=device).device, dtype  # "cuda" is one of several
         self.n_layers: int = self.model.n_layers
         self.vocab_size: int = self.model.vocab_size
         self.controls = self.model.controls
@@ -151,8 +151,14 @@ class LayeredModel:
         wanted, places = ids.cpu().flatten().unique(return_inverse=True)
         rows = gather(self._sources[name], wanted, self.dtype)
         for change in self._changes:
-            rows = _widened(rows)
-            change.apply(name, rows, length=self._sources[name].shape[0], rows=wanted)
+            rows = changed(
+                change,
+                name,
+                rows,
+                lambda: gather(self._sources[name], wanted, torch.float32),
+                length=self._sources[name].shape[0],
+                rows=wanted,
+            )
         return F.embedding(places.view(ids.shape).to(self.device), rows.to(self.device))
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -191,9 +197,12 @@ class LayeredModel:
         self._changes.append(change)
         with torch.no_grad():
             for name in self._at_hand:
-                values = _widened(self._values(name))
-                change.apply(name, values)
-                self._place(name, values)
+                self._place(name, self._changed(change, name))
+
+    def _changed(self, change: Change, name: str) -> Tensor:
+        """A parameter that is there whole, after a change."""
+        stored = partial(read_tensor, self._sources[name], device=self.device, dtype=torch.float32)
+        return changed(change, name, self._values(name), stored)
 
     def _values(self, name: str) -> Tensor:
         """What a parameter holds now."""
@@ -300,11 +309,16 @@ class Head:
         owner = self._owner
         with torch.no_grad():
             for name in owner._norm:
-                values = _widened(owner._values(name))
-                change.apply(name, values)
-                owner._place(name, values)
-            self._slab = _widened(self._slab)
-            change.apply(owner._head_name, self._slab, length=owner.vocab_size, rows=self.start)
+                owner._place(name, owner._changed(change, name))
+            source = owner._sources[owner._head_name]
+            self._slab = changed(
+                change,
+                owner._head_name,
+                self._slab,
+                lambda: block_tensor(source, self.start, self.stop).to(owner.device, torch.float32),
+                length=owner.vocab_size,
+                rows=self.start,
+            )
             self._install()
 
 
@@ -318,6 +332,21 @@ def gather(source: Source, rows: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _widened(values: Tensor) -> Tensor:
-    """16-bit values as new float32; others as they are."""
-    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+def changed(change: Change, name: str, values: Tensor, stored: Callable[[], Tensor], **where: Any) -> Tensor:
+    """Values of a parameter after a change: in place, but 16-bit ones become new float32.
+
+    Args:
+        change: The change.
+        name: The parameter.
+        values: Its values, or some of its rows.
+        stored: Reads the same from the file, as float32. Values that arithmetic has rounded to 16 bits do not show
+            what another storage type did to them before.
+        **where: Which rows, as :meth:`Change.apply` takes it.
+    """
+    if values.dtype not in (torch.bfloat16, torch.float16):
+        change.apply(name, values, **where)
+        return values
+    through = name in change.through
+    wide = stored() if through else values.float()
+    change.apply(name, wide, **where)
+    return wide.to(values.dtype).float() if through else wide

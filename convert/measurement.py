@@ -224,7 +224,7 @@ class Measurement:
     def _steps_together(self) -> list[Step]:
         out = []
         for name, _ in zip(self.a.steps(), self.b.steps(), strict=True):
-            self.on_step(f"{name} of {self.a.model.n_layers}, A and B")
+            self.on_step(f"{name} of {self.a.model.n_layers} done" if name != "embed" else "layer by layer, A and B")
             out.append(self._step(name, self._within_a(), self.a["base"].joined[0]))
         return out
 

@@ -93,7 +93,7 @@ def read_text(path: Path) -> str:
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """The prompts in a file: a JSON list of texts or of lists of token ids, or one text a line (not counting blank ones).
+    """The prompts in a file: a JSON list of texts or of lists of token ids, or one text a line (no blank ones).
 
     Raises:
         UsageError: There are none, or the list holds something else.

@@ -87,9 +87,9 @@ class Layer:
     parts: bool
 
     @classmethod
-    def of(cls, name: str, error: Apart, noises: Sequence[Apart], control: Apart | None) -> Layer:
-        """Judge one step, over all positions and at the worst one."""
-        noise, worst = max(n.nmse for n in noises), max(n.worst for n in noises)
+    def of(cls, name: str, error: Apart, noises: Sequence[Apart], control: Apart | None, *, floor: float) -> Layer:
+        """Judge one step, over all positions and at the worst one; ``floor`` is what the states' own type rounds."""
+        noise, worst = max(floor, *(n.nmse for n in noises)), max(floor, *(n.worst for n in noises))
         within = error.nmse <= MARGIN * noise and error.worst <= MARGIN * worst
         return cls(name, error.nmse, noise, None if control is None else control.nmse, not within)
 
@@ -110,8 +110,8 @@ def departure(layers: Sequence[Layer]) -> tuple[str, str] | None:
     apart = f"relative error {math.sqrt(max(layer.error, 0)):.1e}, where rounding makes {math.sqrt(layer.noise):.1e}"
     if first == 0:
         return layer.name, f"The hidden states part at the embedding already ({apart})."
-    before = "the embedding is" if first == 1 else f"the embedding and the {first - 1} layers before it are"
-    return layer.name, f"The hidden states first part in {layer.name} of {count} ({apart}); {before} equal."
+    before = "embedding agrees" if first == 1 else f"embedding and the {first - 1} layers before it agree"
+    return layer.name, f"The hidden states first part in {layer.name} of {count} ({apart}); the {before}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DTYPES", "SCHEMA", "VerifyResult", "verify"]
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+#: Arithmetic, and what such values are called in a file.
+_STORED = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
+DTYPES = tuple(_STORED)
 #: What runs beside the weights: hidden states, buffers of the arithmetic, a slab of logits.
 BESIDE = 256 << 20
 
@@ -144,7 +146,7 @@ class _Verification:
         least, floor = least_visible(controls), found.floor.distance()
         seen = least is not None and stands_out(least[1], limits.nmse, MARGIN * floor.nmse, distance.nmse)
         worst = max(prompts, key=lambda p: (not p.within, p.badness))
-        layers = _layers(found, least and least[0])
+        layers = _layers(found, least and least[0], self.dtype)
         parts = departure(layers) if not within and distance.finite else None
         if not within:
             verdict = "fail"
@@ -282,12 +284,15 @@ def _first_difference(distance: Distance, noises: list[Distance], tolerance: flo
     return None
 
 
-def _layers(found: Measured, least: Control | None) -> tuple[Layer, ...]:
+def _layers(found: Measured, least: Control | None, dtype: str) -> tuple[Layer, ...]:
     """Every step, with the control that is shown."""
+    from convert.rounding import grain
+
+    floor = grain(_STORED[dtype]) ** 2
     names = [control.name for control, _ in found.controls]
     chosen = names.index(least.name) if least else None
     return tuple(
-        Layer.of(step.name, step.error, step.noises, None if chosen is None else step.controls[chosen])
+        Layer.of(step.name, step.error, step.noises, None if chosen is None else step.controls[chosen], floor=floor)
         for step in found.steps
     )
 
