@@ -135,7 +135,8 @@ def _rows(console: Console, rows: Sequence[Sequence[Any]], *, head: Sequence[str
 
 def _verify(console: Console, value: Mapping[str, Any], detail: Mapping[str, Any]) -> None:
     engine = f", A in {value['engine']}" if "engine" in value else ""
-    where = f" (on {value.get('device')}, {value.get('dtype')}, {value.get('n_tokens')} tokens{engine})"
+    how = ", layer by layer" if value.get("layerwise") else ""
+    where = f" (on {value.get('device')}, {value.get('dtype')}, {value.get('n_tokens')} tokens{engine}{how})"
     _head(console, "verify", value, where)
     _say(console, value.get("message"))
     control = value.get("control") or {}

@@ -160,6 +160,7 @@ class Evidence:
         sides: Path, layout, family and storage types of ``a`` and ``b``.
         layers: Hidden states, step by step.
         noise_by_position: NMSE of rounding at each position.
+        tolerance: The largest acceptable NMSE of one position.
         sample: A few logits of ``a``, ``b`` and ``control``, the same ones of each.
         tokens: The text of each position, where there is one.
     """
@@ -167,6 +168,7 @@ class Evidence:
     sides: dict[str, Any] = field(default_factory=dict)
     layers: tuple[Layer, ...] = ()
     noise_by_position: tuple[float, ...] = ()
+    tolerance: float | None = None
     sample: dict[str, list[float]] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
 
@@ -263,7 +265,7 @@ class VerifyResult:
                 "nmse": list(self.distance.by_position),
                 "control_nmse": list(control.by_position) if control else [],
                 "noise_nmse": list(seen.noise_by_position),
-                "tolerance": self.tolerance,
+                "tolerance": seen.tolerance,
                 "tokens": list(seen.tokens),
             },
             "logits": seen.sample,

@@ -177,7 +177,7 @@ class _Verification:
             layerwise=layerwise,
             departs=parts,
             prompts=tuple(prompts) if len(prompts) > 1 else (),
-            evidence=self._evidence(found, least and least[0], layers, noises),
+            evidence=self._evidence(found, least and least[0], layers, noises, limits.worst),
         )
 
     def _prompts(self, found: Measured) -> list[PromptResult]:
@@ -195,7 +195,12 @@ class _Verification:
         return out
 
     def _evidence(
-        self, found: Measured, least: Control | None, layers: tuple[Layer, ...], noises: list[Distance]
+        self,
+        found: Measured,
+        least: Control | None,
+        layers: tuple[Layer, ...],
+        noises: list[Distance],
+        tolerance: float,
     ) -> Evidence:
         sample = found.sample.lists()
         shown = {"a": sample["a"], "b": sample["b"], "control": sample[least.name] if least else []}
@@ -204,6 +209,7 @@ class _Verification:
             sides={"a": _side(self.a), "b": _side(self.b)},
             layers=layers,
             noise_by_position=tuple(max(values) for values in by_position),
+            tolerance=tolerance,
             sample=shown,
             tokens=self.tokens,
         )

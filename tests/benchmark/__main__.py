@@ -18,7 +18,17 @@ from typing import Any
 
 from tests.benchmark import table
 from tests.benchmark.measure import Ballast, copy, median, remove, run, size
-from tests.benchmark.rows import LOAD_EXTRA, LOAD_PEAK, LOAD_SPEEDUP, QUICK, QUICK_SECONDS, ROWS, Row
+from tests.benchmark.rows import (
+    LOAD_EXTRA,
+    LOAD_PEAK,
+    LOAD_SPEEDUP,
+    QUICK,
+    QUICK_SECONDS,
+    ROWS,
+    VERIFY_PEAK,
+    VERIFY_RATIO,
+    Row,
+)
 from tests.benchmark.sources import Sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +135,32 @@ class Bench:
             "ok": peak <= limit and faster is not None and faster >= LOAD_SPEEDUP,
         }
 
+    def layerwise(self) -> Result:
+        """Verifying HF against Meta layer by layer, alternated with a run of whole models."""
+        name = "verify --layerwise"
+        command = self._convert(
+            "verify {src} {out} --device cpu --quiet", src=self.sources.get("hf"), out=self.sources.get("meta")
+        )
+        whole, layers = [], []
+        for _ in range(min(self.runs, 2) + 1):
+            for runs, how in ((whole, "--whole"), (layers, "--layerwise")):
+                runs.append(run([*command, how], self.log))
+                if runs[-1].code:
+                    return {"name": name, "error": runs[-1].output.strip()[-2000:] or f"exit code {runs[-1].code}"}
+        ours, other = median([r.seconds for r in layers[1:]]), median([r.seconds for r in whole[1:]])
+        peak = max(r.peak for r in layers)
+        return {
+            "name": name,
+            "median": ours,
+            "cpu": median([r.cpu for r in layers[1:]]),
+            "ratio": ours / other,
+            "ratio_limit": VERIFY_RATIO,
+            "peak": peak,
+            "peak_limit": VERIFY_PEAK,
+            "whole": {"median": other, "peak": max(r.peak for r in whole)},
+            "ok": peak <= VERIFY_PEAK and ours <= VERIFY_RATIO * other,
+        }
+
     def quick(self) -> list[Result]:
         """Commands that must answer at once, and never import torch."""
         results = []
@@ -196,7 +232,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
     parser.add_argument("--list", action="store_true", help="list the rows")
     options = parser.parse_args()
-    special = ["load_into", "quick commands", "2 × deeper"]
+    special = ["load_into", "verify --layerwise", "quick commands", "2 × deeper"]
     names = [r.name for r in ROWS] + special
     if options.list:
         print("\n".join(names))
@@ -215,6 +251,8 @@ def main() -> int:
                 results["rows"].append(report(bench.row(row)))
         if "load_into" in wanted:
             results["load"] = report(bench.load())
+        if "verify --layerwise" in wanted:
+            results["layerwise"] = report(bench.layerwise())
         if "quick commands" in wanted:
             results["quick"] = [report(r) for r in bench.quick()]
         if "2 × deeper" in wanted:

@@ -71,3 +71,6 @@ QUICK_SECONDS = 0.5
 
 #: Filling a model: peak at most this multiple of the model's bytes plus this many MiB; this much faster than the book.
 LOAD_PEAK, LOAD_EXTRA, LOAD_SPEEDUP = 1.1, 600, 5.0
+
+#: Verifying layer by layer, HF against Meta in float32 on the CPU: peak MiB, and time as a multiple of the whole models'.
+VERIFY_PEAK, VERIFY_RATIO = 800, 1.3

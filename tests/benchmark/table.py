@@ -66,6 +66,18 @@ def markdown(results: dict[str, Any]) -> str:
                     _peer(load["peer"], "the book"),
                 ]
             )
+    layers = results.get("layerwise")
+    if layers is not None and "error" not in layers:
+        rows.append(
+            [
+                "`verify hf meta --layerwise`, float32",
+                f"{layers['ratio']:.2f} × whole models",
+                f"≤ {layers['ratio_limit']:g} ×",
+                _mib(layers["peak"]),
+                f"≤ {_mib(layers['peak_limit'])}",
+                f"whole: {layers['whole']['median']:.0f} s, {_mib(layers['whole']['peak'])}",
+            ]
+        )
     for quick in results["quick"]:
         if "error" in quick:
             rows.append([f"`convert {quick['name']}`", "did not run", "", "", "", ""])
@@ -89,7 +101,11 @@ def markdown(results: dict[str, Any]) -> str:
 
 def all_good(results: dict[str, Any]) -> bool:
     """Whether every row ran and reached its mark."""
-    every = [*results["rows"], *results["quick"], *(results[k] for k in ("load", "deeper") if k in results)]
+    every = [
+        *results["rows"],
+        *results["quick"],
+        *(results[k] for k in ("load", "layerwise", "deeper") if k in results),
+    ]
     return all(r.get("ok", False) for r in every)
 
 
