@@ -232,7 +232,7 @@ def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, qu
 
 def _said(plan: ConversionPlan) -> list[str]:
     """What was said of the source, as options of ``verify``: without them it would be taken for something else."""
-    from convert.commands.verify import SOURCE
+    from convert.commands.sides import SOURCE
 
     said = {name: getattr(plan.source.options, name) for name in ("names", "config", *SOURCE)}
     return [word for name, value in said.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from convert.commands.options import output_options, report_option, report_writer, stack
-from convert.commands.sides import side, side_options
+from convert.commands.options import output_options, report_option, report_writer
+from convert.commands.sides import side, side_options, tolerance_options
 
 if TYPE_CHECKING:
     from convert.diff import Diff
@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 
 #: Lines of tensors, and of config and tokenizer each, that fit one screen.
 _TENSORS, _LINES = 14, 6
-
-tolerance_options = stack(
-    click.option("--atol", type=float, metavar="X", help="B may lie within atol + rtol * |a|; else bits decide."),
-    click.option("--rtol", type=float, metavar="X", help="See --atol."),
-    click.option(
-        "--only", metavar="PATTERN", help="Only tensors whose Hugging Face name matches (*, ?) or contains it."
-    ),
-)
+#: Tensors that a side lacks in a layer and that are told one by one.
+_FEW = 2
 
 
 @click.command("diff")
@@ -54,6 +48,32 @@ def command(a: str, b: str, as_json: bool, quiet: bool, debug: bool, **options: 
             click.echo(line)
     write_report(result)
     return result.exit_code
+
+
+def verify_tensors(
+    a: str, b: str | None, options: dict[str, Any], write_report: Callable[..., None], *, as_json: bool, quiet: bool
+) -> int:
+    """``convert verify A B --tensors``: the same comparison with the verdict pass or fail; returns the exit code."""
+    if b is None:
+        raise click.UsageError("Missing argument 'B'.")
+    for key in ("text", "prompts", "layerwise"):
+        if options[key] is not None:
+            raise click.UsageError(f"--{key} is for running the models, and --tensors runs nothing.")
+    if options["engine"] != "reference":
+        raise click.UsageError("--engine is for running the models, and --tensors runs nothing.")
+    result = run(a, b, options | {"threads": 2}, show_progress=not (quiet or as_json), tensors_only=True)
+    verdict = "fail" if result.exit_code or not result.deltas else "pass"
+    if as_json:
+        value = result.as_json() | {"schema": "convert.verify-tensors/1", "verdict": verdict}
+        for key in ("config", "tokenizer", "record"):
+            del value[key]
+        click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    elif not quiet:
+        _, *rest = lines(result)
+        for line in (f"verify --tensors: {verdict}", *rest):
+            click.echo(line)
+    write_report(result)
+    return 0 if verdict == "pass" else 1
 
 
 def run(a: str, b: str, options: dict[str, Any], *, show_progress: bool, tensors_only: bool = False) -> Diff:
@@ -133,25 +153,30 @@ def fold(deltas: Sequence[TensorDelta]) -> list[tuple[str, list[TensorDelta]]]:
     """Deltas that say the same of several layers, under one folded name; the worst group first, as they come."""
     from convert.report import fold_names
 
+    alone: dict[tuple[str, str], list[TensorDelta]] = {}  # what one side lacks in a layer
+    for delta in deltas:
+        if delta.row.startswith("layer ") and None in delta.shapes:
+            alone.setdefault((delta.relation, delta.row), []).append(delta)
     groups: dict[tuple[Any, ...], list[TensorDelta]] = {}
     for delta in deltas:
         layered = delta.row.startswith("layer ")
-        if layered and delta.shapes.count(None):  # a whole layer, or what a layer lacks
-            groups.setdefault((delta.relation, delta.row), []).append(delta)
-            continue
-        shapes = delta.shapes if delta.relation == "shape" else None
-        key = (delta.column if layered else delta.name, layered, delta.relation, delta.note, shapes)
+        lacking = alone.get((delta.relation, delta.row), [])
+        if len(lacking) > _FEW:
+            key: tuple[Any, ...] = (delta.relation, tuple(d.column for d in lacking))
+        else:
+            shapes = delta.shapes if delta.relation == "shape" else None
+            key = (delta.column if layered else delta.name, layered, delta.relation, delta.note, shapes)
         groups.setdefault(key, []).append(delta)
-    return [(_group_name(fold_names(d.name for d in found)), found) for found in groups.values()]
+    return [(_group_name(fold_names(d.name for d in found), len(found)), found) for found in groups.values()]
 
 
-def _group_name(names: Sequence[str], most: int = 2) -> str:
+def _group_name(names: Sequence[str], count: int) -> str:
     """Folded names; of many only what they begin with and their number."""
-    if len(names) <= most:
+    if len(names) <= _FEW:
         return ", ".join(names)
     columns = zip(*(name.split(".") for name in names), strict=False)
     begin = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns)]
-    return f"{'.'.join([*begin, '*'])} ({len(names)} tensors)"
+    return f"{'.'.join([*begin, '*'])} ({count} tensors)"
 
 
 def _table(groups: Sequence[tuple[str, list[TensorDelta]]]) -> Iterator[str]:

@@ -27,6 +27,15 @@ side_options = stack(
 )
 
 
+tolerance_options = stack(
+    click.option("--atol", type=float, metavar="X", help="B may lie within atol + rtol * |a|; else bits decide."),
+    click.option("--rtol", type=float, metavar="X", help="See --atol."),
+    click.option(
+        "--only", metavar="PATTERN", help="Only tensors whose Hugging Face name matches (*, ?) or contains it."
+    ),
+)
+
+
 def side(path: str, options: dict[str, Any], suffix: str) -> dict[str, Any]:
     """Options of one side (``suffix``: ``""`` for A, ``"_b"`` for B), for :func:`convert.open_checkpoint`.
 

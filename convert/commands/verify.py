@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from convert.commands.options import output_options, report_option, report_writer
+from convert.commands.sides import side, side_options, tolerance_options
 from convert.prompt import read_prompts, read_text
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
     from convert.verify import VerifyResult
-
-
-#: What can be said of A, as when it was converted.
-SOURCE = ("size", "key", "qk_layout", "layout", "family", "tie")
 
 
 @click.command("verify")
@@ -55,16 +52,13 @@ SOURCE = ("size", "key", "qk_layout", "layout", "family", "tie")
     default=None,
     help="One layer of one side in memory at a time, or all of one side; unless given, what fits.",
 )
-@click.option("--names", metavar="FILE", help="Names file of the side that is from scratch.")
-@click.option("--names-b", metavar="FILE", help="Names file of B, where both sides are from scratch.")
-@click.option("--config", metavar="FILE", help="Config of A, where it has none.")
-@click.option("--config-b", metavar="FILE", help="Config of B, where it has none.")
-@click.option("--size", metavar="NAME", help="Published size that A is of, where it has no config.")
-@click.option("--key", help="Which dict of a training checkpoint A is.")
-@click.option("--qk-layout", type=click.Choice(["meta", "hf"]), help="Order the rows of Q and K of A really are in.")
-@click.option("--layout", type=click.Choice(["hf", "meta", "scratch", "gguf"]), help="Layout of A's names.")
-@click.option("--family", metavar="NAME", help="Family of A, where it is not recognised.")
-@click.option("--tie", type=click.Choice(["share", "copy"]), help="share: A's missing head is its embedding.")
+@click.option(
+    "--tensors",
+    is_flag=True,
+    help="Compare the tensors alone, bit for bit or within --atol and --rtol, and run nothing.",
+)
+@tolerance_options
+@side_options
 @report_option
 @output_options
 def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
@@ -76,8 +70,16 @@ def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **op
 
     With --engine llama.cpp, real llama.cpp runs A, a GGUF file, and its predictions are compared with those of the
     reference model on B.
+
+    With --tensors, nothing is run: all tensors are brought into one layout and compared. Exit code 0: pass, 1: fail.
     """
     write_report = report_writer(options["report"], quiet=quiet)
+    if options["tensors"]:
+        from convert.commands.diff import verify_tensors
+
+        return verify_tensors(a, b, options, write_report, as_json=as_json, quiet=quiet)
+    if any(options[key] is not None for key in ("atol", "rtol", "only")):
+        raise click.UsageError("--atol, --rtol and --only go with --tensors.")
     steps = None if quiet or as_json else lambda s: click.echo(f"… {s}", err=True)
     result, extra = _run(a, b, options, text=_text(options["text"]), on_step=steps)
     if as_json:
@@ -105,8 +107,8 @@ def _run(a: str, b: str | None, options: dict[str, Any], **more: Any) -> tuple[V
         raise click.UsageError("Missing argument 'B'. (Only --engine llama.cpp can do without it.)")
     more |= {key: options[key] for key in ("device", "dtype", "n_tokens")}
     with ExitStack() as stack:
-        first = stack.enter_context(open_checkpoint(a, **_side(a, options, "")))
-        second = None if b is None else stack.enter_context(open_checkpoint(b, **_side(b, options, "_b")))
+        first = stack.enter_context(open_checkpoint(a, **side(a, options, "")))
+        second = None if b is None else stack.enter_context(open_checkpoint(b, **side(b, options, "_b")))
         if engine == "reference":
             prompts = None if options["prompts"] is None else read_prompts(Path(options["prompts"]))
             result = verify(first, second, prompts=prompts, layerwise=options["layerwise"], **more)
@@ -134,28 +136,3 @@ def _text(said: str | None) -> str | None:
     except OSError:  # too long for a path
         named = False
     return read_text(path) if named else said
-
-
-def _side(path: str, options: dict[str, Any], suffix: str) -> dict[str, Any]:
-    """Options of one side; `--names` alone means whichever side is not of a known layout."""
-    chosen = {k: options[k + suffix] for k in ("names", "config") if options[k + suffix]}
-    if not suffix:
-        chosen |= {k: options[k] for k in SOURCE if options[k]}
-    if "names" in chosen or not options["names"] or options["names_b"]:
-        names = chosen.get("names")
-        if names and not options["names_b"] and _recognised(path):
-            del chosen["names"]
-        return chosen
-    return chosen if _recognised(path) else chosen | {"names": options["names"]}
-
-
-def _recognised(path: str) -> bool:
-    """Whether a side's names are a known layout's; those that only its own record explains are what --names is for."""
-    from convert.checkpoint import open_checkpoint
-    from convert.errors import ConvertError
-
-    try:
-        with open_checkpoint(path) as found:
-            return not found.table.names_file
-    except ConvertError:
-        return False

@@ -76,3 +76,38 @@ def test_options_of_a_side(tmp_path, capsys):
     assert diff(capsys, a.path, raw)[0] != 0
     assert diff(capsys, a.path, raw, "--config-b", tmp_path / "params.json")[0] == 0
     assert diff(capsys, raw, a.path, "--config", tmp_path / "params.json")[0] == 0
+
+
+def test_verify_tensors(tmp_path, capsys):
+    a, b = make_hf(tmp_path / "a", "gqa8").path, make_gguf(tmp_path / "m.gguf", "gqa8").path
+    other = make_hf(tmp_path / "c", "gqa8", seed=1).path
+
+    def verify(*args: object) -> tuple[int, str]:
+        code = run(cli, ["verify", *map(str, args), "--tensors"])
+        return code, capsys.readouterr().out
+
+    code, out = verify(a, b)
+    assert code == 0 and out.startswith("verify --tensors: pass\n")
+    code, out = verify(a, other, "--json")
+    value = json.loads(out)
+    assert code == 1 and (value["schema"], value["verdict"]) == ("convert.verify-tensors/1", "fail")
+    assert value["counts"] == {"different": 21} and "config" not in value
+    assert verify(a, other, "--atol", "9")[0] == 0
+    assert verify(a, other, "--only", "no such tensor")[0] == 1  # nothing compared is nothing verified
+    (b.parent / "c" / "config.json").write_text((a / "config.json").read_text().replace("500000", "10000"))
+    assert verify(a, b)[0] == 0
+    assert verify(a)[0] == 2 and verify(a, b, "--text", "x")[0] == 2 and verify(a, b, "--engine", "llama.cpp")[0] == 2
+    assert run(cli, ["verify", str(a), str(b), "--atol", "1"]) == 2
+
+
+def test_layers_that_lack_the_same_are_one_line(tmp_path, capsys):
+    a, b = make_hf(tmp_path / "a", "gqa6").path, make_hf(tmp_path / "b", "gqa6").path
+    state = load_file(b / "model.safetensors")
+    for layer in (0, 1):
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"):
+            del state[f"model.layers.{layer}.{part}.weight"]
+    del state["model.layers.2.mlp.down_proj.weight"]
+    save_file(state, b / "model.safetensors")
+    lines = diff(capsys, a, b)[1].splitlines()
+    rows = [line.split("  only in A")[0].strip() for line in lines if "only in A" in line]
+    assert rows == ["model.layers.{0-1}.* (6 tensors)", "model.layers.2.mlp.down_proj.weight"]
