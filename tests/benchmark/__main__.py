@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmark import table
-from tests.benchmark.measure import Ballast, copy, median, remove, run, size
+from tests.benchmark.measure import Ballast, Run, copy, median, remove, run, size
 from tests.benchmark.rows import (
     LOAD_EXTRA,
     LOAD_PEAK,
@@ -55,10 +55,13 @@ class Bench:
         """One conversion against ``cp``, alternated; the first pair is dropped."""
         source = self.sources.get(row.source)
         out = self.folder / row.out
-        command = self._convert(row.arguments + " --quiet --verify never", src=source, out=out)
+        quiet = " --quiet --verify never"
+        command = self._convert(row.arguments + (" --quiet" if row.prepare else quiet), src=source, out=out)
         times, copies, peaks, cpu = [], [], [], []
         for turn in range(min(self.runs, row.runs or self.runs) + 1):
             remove(out)
+            if row.prepare:
+                run(self._convert(row.prepare + quiet, src=source, out=out), self.log, row.env)
             done = run(command, self.log, row.env)
             if done.code:
                 return {"name": row.name, "error": done.output.strip()[-2000:] or f"exit code {done.code}"}
@@ -141,7 +144,8 @@ class Bench:
         command = self._convert(
             "verify {src} {out} --device cpu --quiet", src=self.sources.get("hf"), out=self.sources.get("meta")
         )
-        whole, layers = [], []
+        whole: list[Run] = []
+        layers: list[Run] = []
         for _ in range(min(self.runs, 2) + 1):
             for runs, how in ((whole, "--whole"), (layers, "--layerwise")):
                 runs.append(run([*command, how], self.log))

@@ -20,6 +20,7 @@ class Row:
         peer: A script of :mod:`tests.benchmark.peers` that does the same from the same source.
         raw: Time allowed, as a multiple of what ``peers/raw_ggml.py`` prints; None: not bounded by it.
         runs: At most so many runs that count, for work that takes minutes.
+        prepare: A command that makes ``out`` before each run and is not measured.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Row:
     raw: float | None = None
     runs: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    prepare: str | None = None
 
 
 def _pair(name: str, source: str, arguments: str, fast: float, slow: float, peak: float, out: str = "out") -> list[Row]:
@@ -45,6 +47,9 @@ def _pair(name: str, source: str, arguments: str, fast: float, slow: float, peak
 
 ROWS = [
     Row("hf-to-scratch", "hf", "hf-to-scratch {src} {out}", 1.3, 120),
+    Row("hf-to-scratch --hash", "hf", "hf-to-scratch {src} {out} --hash", 3.0, 150),
+    Row("check --source", "hf", "check {out} --source {src}", 2.0, 150, prepare="hf-to-scratch {src} {out}"),
+    Row("check, with full hashes", "hf", "check {out}", 1.5, 120, prepare="hf-to-scratch {src} {out} --hash"),
     Row("meta-to-hf", "meta", "meta-to-hf {src} {out}", 1.5, 150, peer="by_hand"),
     Row("hf-to-meta --model-parallel 8", "hf", "hf-to-meta {src} {out} --model-parallel 8", 2.0, 150),
     *_pair("hf-to-scratch --dtype float16", "hf", "hf-to-scratch {src} {out} --dtype float16", 2, 4, 200),
@@ -72,5 +77,5 @@ QUICK_SECONDS = 0.5
 #: Filling a model: peak at most this multiple of the model's bytes plus this many MiB; this much faster than the book.
 LOAD_PEAK, LOAD_EXTRA, LOAD_SPEEDUP = 1.1, 600, 5.0
 
-#: Verifying layer by layer, HF against Meta in float32 on the CPU: peak MiB, and time as a multiple of the whole models'.
+#: Verifying layer by layer, HF against Meta in float32 on the CPU: peak MiB; time as a multiple of the whole models'.
 VERIFY_PEAK, VERIFY_RATIO = 800, 1.3
