@@ -19,6 +19,8 @@ from typing import Any
 from tests.benchmark import table
 from tests.benchmark.measure import Ballast, Run, copy, median, remove, run, size
 from tests.benchmark.rows import (
+    DIFF_PEAK,
+    DIFF_RATIO,
     LOAD_EXTRA,
     LOAD_PEAK,
     LOAD_SPEEDUP,
@@ -165,6 +167,32 @@ class Bench:
             "ok": peak <= VERIFY_PEAK and ours <= VERIFY_RATIO * other,
         }
 
+    def diff(self) -> Result:
+        """Comparing HF with Meta, alternated with reading both files."""
+        name, paths = "diff", [self.sources.data("hf"), self.sources.data("meta")]
+        command = self._convert("diff {src} {out} --quiet", src=self.sources.get("hf"), out=self.sources.get("meta"))
+        ours: list[Run] = []
+        reading: list[Run] = []
+        for _ in range(self.runs + 1):
+            for runs, words in ((ours, command), (reading, ["sh", "-c", 'cat "$@" | wc -c', "sh", *map(str, paths)])):
+                runs.append(run(words, self.log))
+                if runs[-1].code:
+                    return {"name": name, "error": runs[-1].output.strip()[-2000:] or f"exit code {runs[-1].code}"}
+        seconds, read = median([r.seconds for r in ours[1:]]), median([r.seconds for r in reading[1:]])
+        peak = max(r.peak for r in ours)
+        return {
+            "name": name,
+            "median": seconds,
+            "cpu": median([r.cpu for r in ours[1:]]),
+            "bytes": sum(p.stat().st_size for p in paths),
+            "read_median": read,
+            "ratio": seconds / read,
+            "ratio_limit": DIFF_RATIO,
+            "peak": peak,
+            "peak_limit": DIFF_PEAK,
+            "ok": peak <= DIFF_PEAK and seconds <= DIFF_RATIO * read + 0.5,
+        }
+
     def quick(self) -> list[Result]:
         """Commands that must answer at once, and never import torch."""
         results = []
@@ -236,7 +264,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
     parser.add_argument("--list", action="store_true", help="list the rows")
     options = parser.parse_args()
-    special = ["load_into", "verify --layerwise", "quick commands", "2 × deeper"]
+    special = ["load_into", "verify --layerwise", "diff", "quick commands", "2 × deeper"]
     names = [r.name for r in ROWS] + special
     if options.list:
         print("\n".join(names))
@@ -257,6 +285,8 @@ def main() -> int:
             results["load"] = report(bench.load())
         if "verify --layerwise" in wanted:
             results["layerwise"] = report(bench.layerwise())
+        if "diff" in wanted:
+            results["diff"] = report(bench.diff())
         if "quick commands" in wanted:
             results["quick"] = [report(r) for r in bench.quick()]
         if "2 × deeper" in wanted:

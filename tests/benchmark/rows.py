@@ -79,3 +79,5 @@ LOAD_PEAK, LOAD_EXTRA, LOAD_SPEEDUP = 1.1, 600, 5.0
 
 #: Verifying layer by layer, HF against Meta in float32 on the CPU: peak MiB; time as a multiple of the whole models'.
 VERIFY_PEAK, VERIFY_RATIO = 800, 1.3
+#: ``diff`` of the same model in two layouts: MiB, and times what reading both files takes, on top of half a second.
+DIFF_PEAK, DIFF_RATIO = 120, 1.5

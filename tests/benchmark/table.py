@@ -78,6 +78,18 @@ def markdown(results: dict[str, Any]) -> str:
                 f"whole: {layers['whole']['median']:.0f} s, {_mib(layers['whole']['peak'])}",
             ]
         )
+    compared = results.get("diff")
+    if compared is not None and "error" not in compared:
+        rows.append(
+            [
+                "`diff hf meta`",
+                f"{compared['ratio']:.2f} × reading both",
+                f"≤ {compared['ratio_limit']:g} × + 0.5 s",
+                _mib(compared["peak"]),
+                f"≤ {_mib(compared['peak_limit'])}",
+                f"{compared['bytes'] / compared['median'] / 1e9:.1f} GB/s",
+            ]
+        )
     for quick in results["quick"]:
         if "error" in quick:
             rows.append([f"`convert {quick['name']}`", "did not run", "", "", "", ""])
@@ -104,7 +116,7 @@ def all_good(results: dict[str, Any]) -> bool:
     every = [
         *results["rows"],
         *results["quick"],
-        *(results[k] for k in ("load", "layerwise", "deeper") if k in results),
+        *(results[k] for k in ("load", "layerwise", "diff", "deeper") if k in results),
     ]
     return all(r.get("ok", False) for r in every)
 
