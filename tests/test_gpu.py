@@ -146,6 +146,41 @@ def test_cuda_computes_what_the_cpu_does():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_family_layer_by_layer_on_cuda(family, dtype):
+    """The same verdicts, and in float32 the same figures, as with whole models."""
+    for other, wanted in ((family.gguf, "pass"), (family.wrong, "fail")):
+        whole, layers = (verify(family.hf, other, device="cuda", dtype=dtype, layerwise=way) for way in (False, True))
+        _show(
+            f"{family.name}, {wanted}, layer by layer, {dtype}", **layers.distance.as_json(), whole=whole.distance.nmse
+        )
+        assert (whole.verdict, layers.verdict) == (wanted, wanted), layers.message
+        assert (whole.departs and whole.departs[0]) == (layers.departs and layers.departs[0])
+        if dtype == "float32":
+            assert layers.distance.max_abs == pytest.approx(whole.distance.max_abs, abs=1e-4)
+
+
+def test_one_billion_parameters_layer_by_layer_on_cuda(tmp_path):
+    """Llama 3.2 1B's shape, bfloat16, Hugging Face against Meta: in the memory of one layer, as fast as whole models."""
+    benchmark = import_module("tests.benchmark.checkpoint")
+    benchmark.make_hf(tmp_path / "hf", benchmark.LAYERS)
+    benchmark.make_meta(tmp_path / "meta", benchmark.LAYERS)
+    results = {}
+    for way in (False, True):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        got = verify(tmp_path / "hf", tmp_path / "meta", device="cuda", dtype="bfloat16", layerwise=way)
+        seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**20
+        what = "layer by layer" if way else "whole"
+        _show(f"1B shape, bfloat16, {what}", seconds=seconds, peak_mib=peak, **got.distance.as_json())
+        _show("  tolerance, rounding, control", tolerance=got.tolerance, noise=got.noise, control=got.control.nmse)
+        assert got.verdict == "pass", got.message
+        results[way] = seconds, peak
+    assert results[True][1] <= 800
+    assert results[True][0] <= 1.3 * results[False][0] + 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_against_itself(dtype):
     start = time.perf_counter()
     got = verify(_smollm2(), _smollm2(), device="cuda", dtype=dtype)
