@@ -39,6 +39,16 @@ case " $* " in *" --all "*)
     ;;
 esac
 
+# The reports are looked at by a real browser, where there is one; it is fetched (115 MB, Debian and its kin only) for the
+# slow tests and in continuous integration.
+case " $* ${CI:+--all} " in *" --all "*)
+    if ! "$env/bin/python" -c "import sys; from tests.html.browser import find_browser as f; sys.exit(not f())"; then
+        echo "Fetching a headless Chromium for the tests of the reports ..."
+        bash tests/html/fetch_browser.sh "$env/browser" || echo "It is not to be had; those tests skip."
+    fi
+    ;;
+esac
+
 # Every check runs, whatever the others say; the exit code is that of the last one that failed.
 code=0
 run() {

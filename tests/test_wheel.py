@@ -73,6 +73,7 @@ def test_scripts_extras_and_licence(wheel):
         "Requires-Python: >=3.11",
         "Provides-Extra: quantize",
         "Provides-Extra: llamacpp",
+        "Provides-Extra: report",
         "Provides-Extra: test",
     ):
         assert line in metadata

@@ -27,7 +27,7 @@ NAMES = (
     "chrome",
     "headless_shell",
 )
-#: Where tests/run.sh unpacks one that it fetched.
+#: Where tests/run.sh unpacks one that it fetched, with the libraries that the machine lacks.
 OWN = Path(sys.prefix) / "browser" / "usr" / "lib" / "chromium"
 SECONDS = 60
 
@@ -65,9 +65,14 @@ class Browser:
         ]
         # The browser reads from descriptor 3 and writes to 4.
         script = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
+        environment = dict(os.environ)
+        if Path(program).is_relative_to(OWN):
+            libraries = sorted({str(p.parent) for p in OWN.parents[2].rglob("*.so*")})
+            environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
         self._process = subprocess.Popen(
             ["/bin/bash", "-c", script, "bash", *command],
             pass_fds=(to_browser, from_browser),
+            env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
