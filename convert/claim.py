@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from convert.errors import ConvertError, Problem, UsageError
+from convert.io_errors import io_problem
 from convert.journal import JOURNAL_NAME
 from convert.output import LOCK_NAME, landing, partial_folder, remove
 from convert.platform import exchange, lock_file, sync_folder
@@ -37,7 +38,7 @@ class Claim:
         done: Whether the output has its name.
 
     Raises:
-        ConvertError: Another run is writing the same output.
+        ConvertError: Another run is writing the same output, or the system makes no folder there.
         UsageError: Something that is no conversion's lies where the partial folder belongs.
     """
 
@@ -54,7 +55,13 @@ class Claim:
             )
         self._lock = self.folder / LOCK_NAME
         self._fds: list[int] = []
-        if not self._acquire():
+        try:
+            held = self._acquire()
+        except OSError as error:
+            self._close()
+            self._remove_empty(self.folder, *self._made)
+            raise ConvertError(io_problem(error, self.folder, writing=True)) from error
+        if not held:
             self._close()
             raise ConvertError(
                 Problem(
@@ -100,9 +107,12 @@ class Claim:
             _clear(self.folder)
         self._close()
         if not self.done:
-            for parent in self._made:
-                with contextlib.suppress(OSError):  # something else may be in it by now
-                    parent.rmdir()
+            self._remove_empty(*self._made)
+
+    def _remove_empty(self, *folders: Path) -> None:
+        for folder in folders:
+            with contextlib.suppress(OSError):  # something else may be in it by now
+                folder.rmdir()
 
     def leave(self) -> None:
         """Give it up, and leave what is there for a later run."""

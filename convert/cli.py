@@ -151,7 +151,8 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
 
 def _left_behind(stop: BaseException) -> str:
     """What a run that was stopped says of its output."""
-    return " ".join(getattr(stop, "__notes__", ())) or "Nothing was left behind."
+    notes = (*getattr(stop, "__notes__", ()), *getattr(stop.__cause__, "__notes__", ()))  # click wraps the interrupt
+    return " ".join(notes) or "Nothing was left behind."
 
 
 def _on_signals() -> dict[int, Any]:

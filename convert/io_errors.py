@@ -46,3 +46,12 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConvertError(io_problem(error, Path(path), writing=True)) from error
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn a system error in the block into a finding about the file it names, or ``path``, which is read."""
+    try:
+        yield
+    except OSError as error:
+        raise ConvertError(io_problem(error, Path(error.filename or path), writing=False)) from error

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ BATCH_BYTES = 512 << 20
 BATCH_SECONDS = 5.0
 
 _COMMIT = "commit "
+#: Options that name a place; what lies there is in the hashes of tables and config, or written anew at the end.
+_ELSEWHERE = frozenset({"names", "config", "table", "tokenizer_path"})
 
 
 class Finished:
@@ -266,9 +268,15 @@ def fingerprint(plan: ConversionPlan) -> dict[str, Any]:
 
 
 def _texts(options: Any) -> dict[str, str]:
-    """The fields of a dataclass that are set, as texts (of a table only that there is one: it is hashed elsewhere)."""
-    fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-    return {name: "given" if name == "table" else str(value) for name, value in fields.items() if value is not None}
+    """The fields of a dataclass that are set, as texts; without those whose contents tables and config hold already."""
+    out: dict[str, str] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if is_dataclass(value) and field.name != "table":
+            out |= _texts(value)
+        elif value not in (None, (), [], {}) and field.name not in _ELSEWHERE:
+            out[field.name] = json.dumps(value, default=str).strip('"')  # a list and a tuple say the same
+    return out
 
 
 def _hash(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from convert.choices import require_choice
 from convert.claim import Claim
 from convert.errors import ConvertError, Problem
-from convert.io_errors import TRANSIENT, writing
+from convert.io_errors import TRANSIENT, reading, writing
 from convert.journal import JOURNAL_NAME, Journal, fingerprint
 from convert.output import check_target, write_sidecar
 from convert.plan import ConversionPlan
@@ -123,16 +123,21 @@ def run(
     claim = Claim(out, single=plan.single_file, keep=kept)
     journal = writer = None
     try:
-        journal = Journal(claim.folder, fingerprint(plan), resume=resume)
-        claim.take_back(journal.moved)
+        with reading(plan.source.path):
+            identity = fingerprint(plan)
+        journal = Journal(claim.folder, identity, resume=resume)
+        with writing(claim.folder):
+            claim.take_back(journal.moved)
         writer = Writer(plan, claim.folder, progress, cancel or threading.Event(), journal)
         found = writer.write(threads, hashes=hashes)
         losses = writer.losses()  # the check reads, and so counts, again
-        checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
-        seal(plan, claim.folder, found, losses=losses)  # after the check, which names damage better
+        with reading(claim.folder):
+            checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
+            seal(plan, claim.folder, found, losses=losses)  # after the check, which names damage better
         for name, value in plan.sidecars.items():
             write_sidecar(claim.folder, name, value)
-        read_beside(plan, claim.folder)
+        with reading(claim.folder):
+            read_beside(plan, claim.folder)
         writer.close()
         if problems := changes(before):
             raise ConvertError(problems)

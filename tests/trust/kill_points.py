@@ -175,8 +175,8 @@ def main() -> None:
         counts = disturb(kind, folder, args.kills, seed=args.seed)
         total += counts
         print(
-            f"{kind.name}: {counts['killed']} killed, and {counts['killed again']} again while resuming; all resumed to "
-            f"the same bytes, {counts['resumed in the middle']} from the middle "
+            f"{kind.name}: {counts['killed']} killed, and {counts['killed again']} again while resuming; all resumed "
+            f"to the same bytes, {counts['resumed in the middle']} from the middle "
             f"({counts['steps']} steps, {time.perf_counter() - started:.0f} s)",
             flush=True,
         )
