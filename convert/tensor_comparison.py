@@ -130,8 +130,15 @@ def _begin(pair: Pair, tolerance: tuple[float, float] | None) -> _Work:
     a, b = pair.a, pair.b
     if a is None or b is None:
         return _Work(pair, "only_b" if a is None else "only_a")
-    if a.shape != b.shape or a.source is None or b.source is None:
+    if a.shape != b.shape:
         return _Work(pair, "shape")
+    if a.source is None or b.source is None:
+        if not (pair.alike and a.stored is not None and b.stored is not None):
+            return _Work(pair, "different")
+        rules = Rules((a.dtype, b.dtype), (a.dtype, b.dtype))
+        return _Work(
+            pair, None, rules, [_Part(a.stored, b.stored, (a.stored, b.stored), 0)] if 0 not in a.shape else []
+        )
     rules = Rules((a.source.dtype, b.source.dtype), (a.dtype, b.dtype), tolerance, a.computed or b.computed)
     return _Work(pair, None, rules, list(_parts(pair, a, b)))
 
@@ -147,8 +154,13 @@ def _parts(pair: Pair, a: Side, b: Side) -> Iterator[_Part]:
         yield _Part(a.source, b.source, stored, 0)
         return
     size = math.prod(a.shape[1:])
-    for number, (one, other) in enumerate(zip(experts_of(a.source), experts_of(b.source), strict=True)):
-        yield _Part(one, other, (one, other) if one.dtype == other.dtype else None, number * size)
+    pairs = zip(experts_of(a.source), experts_of(b.source), strict=True)
+    bare: list[tuple[Source, Source]] = []
+    if pair.alike and a.stored is not None and b.stored is not None:
+        bare = list(zip(experts_of(a.stored), experts_of(b.stored), strict=True))
+    for number, (one, other) in enumerate(pairs):
+        same = (one, other) if one.dtype == other.dtype else None
+        yield _Part(one, other, bare[number] if bare else same, number * size)
 
 
 def _compare(block: _Block, work: _Work, progress: Progress | None) -> Tally | None:
@@ -181,11 +193,17 @@ def _finished(work: _Work, pool: ThreadPoolExecutor) -> TensorDelta:
         f"{side} stores none and takes {s.instead}" for side, s in zip("AB", sides, strict=True) if s and s.instead
     ]
     if work.relation is not None:
-        if any(s is not None and s.source is None for s in sides):
+        if work.relation == "shape" and any(s is not None and s.source is None for s in sides):
             notes.append("its shape does not fit the config beside it")
+        elif work.relation == "different":
+            notes.append("of these types not even the bytes can be compared")
         return delta(work.relation, note="; ".join(notes) or None)
     if not total.changed:
         return delta("turned" if pair.turned else "equal", **_NONE, note="; ".join(notes) or None)
+    if not DTYPES[work.rules.types[0]].is_float:
+        notes.append("compared as bytes, for the type is none of weights")
+        share = total.changed / math.prod(shapes[0] or ())
+        return delta("different", changed=share, count=total.changed, note="; ".join(notes))
     for found in pool.map(lambda block: energy(block[0].a.read(*block[1:]), block[0].a.dtype), work.equal):
         total.add(found)
     relation, why = _relation(work)

@@ -205,6 +205,8 @@ def energy(values: Array, dtype: str) -> Tally:
 
 
 def _piece(a: Array, b: Array, rules: Rules, offset: int, hope: list[bool]) -> Tally:
+    if not DTYPES[rules.types[0]].is_float:
+        return Tally(size=a.size, changed=int(np.count_nonzero(a != b)))
     double = "F64" in rules.types
     x, y = _widen(a, rules.types[0], double), _widen(b, rules.types[1], double)
     bits = np.uint64 if double else np.uint32

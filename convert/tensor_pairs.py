@@ -23,6 +23,7 @@ from convert.transforms import Expert, Zeros
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
+    from convert.formats.spec import TensorSpec
 
 HUB = "hf"
 _WHERE = {"embedding": "the embedding", "donor": "the layer it shares", "zeros": "zeros"}
@@ -33,7 +34,8 @@ class Side:
     """One checkpoint's tensor.
 
     Attributes:
-        source: Its values in the common layout, plain; None where its shape does not fit its own config.
+        source: Its values in the common layout, plain; None where its shape does not fit its own config, or its type
+            is none of weights.
         stored: As the file has it.
         shape: In the common layout.
         dtype: In the file.
@@ -144,8 +146,7 @@ def _entries(checkpoint: Checkpoint) -> dict[Any, _Entry]:
             if key in matched.logical:
                 out.setdefault(key, _entry(table, key, name, partial(_side, checkpoint, table, key)))
             elif len(slot.keys) == 1 and slot.name in checkpoint.tensors and key not in matched.experts:
-                spec = checkpoint.tensors[slot.name][0]
-                side = Side(None, None, spec.shape, spec.dtype)
+                side = _unread(checkpoint, checkpoint.tensors[slot.name])
                 out[key] = _entry(table, key, name, lambda side=side: side)  # type: ignore[misc]
     for key in matched.logical:  # an embedding that only the head's tensor holds
         out.setdefault(key, _entry(table, key, hub_name(table, key), partial(_side, checkpoint, table, key)))
@@ -185,6 +186,14 @@ def _side(checkpoint: Checkpoint, table: MappingTable, key: Key) -> Side:
     form = (stored.dtype, f"turned {pairing}" if turned else "", steps)
     dtype = stored.dtype if len(types) > 1 else types[0]
     return Side(source, stored, shape, dtype, form, None, is_computed(checkpoint, row, table, HUB), pairing)
+
+
+def _unread(checkpoint: Checkpoint, specs: list[TensorSpec]) -> Side:
+    """A tensor of a shape or type that the table does not want: of the latter at least the bytes can be compared."""
+    plain = specs[0].type.is_float or specs[0].type.is_quantized
+    if plain or len(specs) > 1:
+        return Side(None, None, specs[0].shape, specs[0].dtype)
+    return Side(None, open_source(specs[0], checkpoint.pool), specs[0].shape, specs[0].dtype, (specs[0].dtype, "bytes"))
 
 
 def _hub_source(checkpoint: Checkpoint, table: MappingTable, key: Key, shape: tuple[int, ...]) -> Source:

@@ -337,3 +337,32 @@ def test_no_torch_and_bounded_memory(tmp_path):
     verdict, torch_there, peak = json.loads(done.stdout)
     assert (verdict, torch_there) == ("different", False)
     assert peak < 110, peak
+
+
+def test_types_that_are_none_of_weights_are_compared_as_bytes(tmp_path):
+    """FP8 without scales, for instance: the checkpoint is refused elsewhere, and compared here as far as it goes."""
+
+    def narrow(state):
+        state[GATE] = state[GATE].to(torch.float8_e4m3fn)
+
+    good, bad = changed_copy(tmp_path, narrow)
+    found = deltas(good, bad)[GATE]
+    assert (found.relation, found.dtypes, found.max_abs) == ("different", ("F32", "F8_E4M3"), None)
+    assert {d.relation for d in deltas(bad, bad).values()} == {"equal"}
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((bad / "config.json").read_text())
+    state = load_file(bad / "model.safetensors")
+    state[GATE].view(torch.uint8)[1, 2] ^= 1
+    save_file(state, other / "model.safetensors")
+    found = deltas(bad, other)[GATE]
+    assert (found.relation, found.count, found.changed) == ("different", 1, 1 / (96 * 64))
+    assert found.note == "compared as bytes, for the type is none of weights"
+
+
+def test_strided_tensors(tmp_path, blocks):
+    """A .pth whose matrices are stored transposed, against the same values stored plainly."""
+    a = make_scratch(tmp_path / "a", "gqa8", format="pth", strided=True).path
+    b = make_scratch(tmp_path / "b", "gqa8").path
+    assert {d.relation for d in deltas(a, b).values()} == {"equal"}
+    assert {d.relation for d in deltas(a, make_hf(tmp_path / "c", "gqa8", seed=2).path).values()} == {"different"}
