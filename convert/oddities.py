@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 #: models one of the two is above 1.9 (measured: SmolLM2 2.2, Gemma 3 270M 1.9 and more); drawn at random both are
 #: within 0.8 and 1.2 where a hundred rows are looked at.
 _INDEPENDENT = (0.7, 1.3)
-#: Rows and columns that a single matrix must have to be judged alone.
-_ENOUGH = 96
+#: Rows or columns that a matrix must have to be judged alone, and how many standard errors off chance they may be: the
+#: spread of n norms is known to 1 / sqrt(2 n).
+_ENOUGH, _ERRORS_OF_SPREAD = 500, 4.0
 #: How much larger or smaller than in the other layers is a remark: a factor, and a multiple of their own spread. (The
 #: first layer's norms are an eighth of the others' in SmolLM2.)
 _FACTOR, _FACTOR_OF_VECTORS, _DEVIATIONS = 8.0, 30.0, 6.0
@@ -248,7 +249,8 @@ def _fresh(matrices: Sequence[Sample], looked: Sequence[Sample]) -> Iterator[Odd
         )
         return
     for s in random:
-        if min(s.rows, s.shape[1]) < _ENOUGH:
+        known = ((s.row_spread, s.rows), (s.column_spread, s.shape[1]))
+        if max(n for _, n in known) < _ENOUGH or any(abs(x - 1) > _ERRORS_OF_SPREAD / (2 * n) ** 0.5 for x, n in known):
             continue
         yield Oddity(
             "fresh",

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 BASES = ("half", "interleaved")
+#: Width of the bell of :func:`nearness`, as a share of all frequencies. Measured on SmolLM2, Gemma 3 270M and a model
+#: of four layers trained for minutes: from 0.12 to 0.3 the first two come out right, the last one at 0.2 and 0.3.
+_WIDE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,9 @@ def orders(width: int, blocks: tuple[int, ...] = ()) -> tuple[Order, ...]:
     found = [Order("half"), Order("interleaved"), Order("half", "half"), Order("interleaved", "interleaved")]
     for block in blocks:
         if 4 <= block < width and width % block == 0 and block % 2 == 0:
-            found += [Order(base, to, block) for base in BASES for to in BASES]
+            # Of those that small blocks make equal the first stays: what converters do, then what nobody has done yet.
+            found += [Order(base, to, block) for base, to in (BASES, BASES[::-1])]
+            found += [Order(base, base, block) for base in BASES]
     seen: dict[bytes, Order] = {}
     for order in found:  # in small heads some are the same
         seen.setdefault(distances(order, width).tobytes(), order)
@@ -89,14 +94,18 @@ def orders(width: int, blocks: tuple[int, ...] = ()) -> tuple[Order, ...]:
 
 
 @cache
-def classes(width: int, blocks: tuple[int, ...] = ()) -> dict[Order, tuple[Integers, Integers]]:
-    """For each order of :func:`orders`: how far apart the pairs of rows are, and how many are as far apart.
+def nearness(width: int, blocks: tuple[int, ...] = ()) -> dict[Order, NDArray[np.float64]]:
+    """For each order of :func:`orders`: how near in frequency any two different rows are, ``[width, width]``.
 
-    The pairs are those of the upper triangle of ``[width, width]``, row by row.
+    A bell over the number of frequencies between them, a fifth of all wide: wide enough to be no matter of neighbours
+    alone, which all orders keep together. The sum over all pairs of rows is one.
     """
-    upper = np.triu_indices(width, 1)
-    found = {order: distances(order, width)[upper] for order in orders(width, blocks)}
-    return {order: (kind, np.maximum(np.bincount(kind), 1)) for order, kind in found.items()}
+    found = {}
+    for order in orders(width, blocks):
+        near = np.exp(-((distances(order, width) / (_WIDE * (width // 2))) ** 2))
+        np.fill_diagonal(near, 0)
+        found[order] = near / near.sum()
+    return found
 
 
 def fault(orders: Mapping[str, Order], expected: str) -> tuple[str, int | None] | None:
