@@ -147,6 +147,7 @@ def test_planted_values_have_torchs_figures(tmp_path, blocks, dtype):
     assert {n for n, d in found.items() if d.relation != "equal"} == wrong
     for name in wrong:
         check(found[name], a[name], b[name])
+    assert {found[name].relation for name in wrong} == {"different"}  # turned signs are no other order of rows
     assert found[GATE].count == 2 and found[GATE].where == (95, 63)
     assert found["model.norm.weight"].cosine == pytest.approx(-1) and found["model.norm.weight"].error == pytest.approx(
         2
@@ -314,6 +315,13 @@ def test_experts_and_fused_tensors(tmp_path):
     found = [d for d in deltas(tmp_path / "moe", tmp_path / "out").values() if d.relation != "equal"]
     assert len(found) == 1 and found[0].where == (3, 2, 1) and found[0].count == 1
     assert found[0].max_abs == pytest.approx(1, rel=1e-6) and tiny is not None
+    for number in range(2):
+        convert.convert_checkpoint(
+            tmp_path / "moe", tmp_path / f"{number}.gguf", to="gguf", type="q8_0", tokenizer=False
+        )
+    assert {d.relation for d in deltas(tmp_path / "0.gguf", tmp_path / "1.gguf").values()} == {"equal"}
+    found = [d for d in deltas(tmp_path / "moe", tmp_path / "0.gguf").values() if "experts" in d.name]
+    assert {(d.dtypes[1], d.relation) for d in found} <= {("Q8_0", "close"), ("F16", "rounded")} and found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
