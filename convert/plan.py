@@ -108,6 +108,7 @@ class ConversionPlan:
         notes: Every assumption, substitution, dropped and ignored item.
         tied: Whether the model is tied, from its tensors.
         decisions: What was decided about the model, as :mod:`convert.decisions` words it.
+        repair: What a repair changes on the way, for the record; empty for a conversion.
         tokenizer_keys: The tokenizer of a GGUF target, found first of all; None where its source's is taken over.
         metadata: The key-values of a GGUF target.
     """
@@ -122,6 +123,7 @@ class ConversionPlan:
     notes: list[str] = field(default_factory=list)
     tied: bool = False
     decisions: dict[str, Any] = field(default_factory=dict)
+    repair: dict[str, Any] = field(default_factory=dict)
     tokenizer_keys: dict[str, Value] | None = None
     metadata: KeyValues = field(default_factory=KeyValues)
 

@@ -58,6 +58,7 @@ def record(plan: ConversionPlan) -> dict[str, Any]:
         },
         "decisions": plan.decisions,
         "notes": plan.notes,
+        **({"repair": plan.repair} if plan.repair else {}),
         "config": carried(plan.config, stated_keys(source)),
     }
 
@@ -102,8 +103,8 @@ def _source_file(path: Path, format: str) -> dict[str, Any]:
     return {"name": path.name, "bytes": size, "head_sha256": head_hash(path), **_header(path, format)}
 
 
-def _header(path: Path, format: str) -> dict[str, str]:
-    found = header_hash(path, format)
+def _header(path: Path, format: str, data_start: int | None = None) -> dict[str, str]:
+    found = header_hash(path, format, data_start=data_start)
     return {} if found is None else {"header_sha256": found}
 
 
@@ -155,7 +156,10 @@ def seal(
     out = json.loads(value if isinstance(value, bytes) else value.read_bytes())
     for file, planned in zip(out["target"]["files"], plan.files, strict=True):
         path = folder / planned.name
-        file |= {"head_sha256": head_hash(path), **_header(path, planned.format)}
+        file |= {
+            "head_sha256": head_hash(path),
+            **_header(path, planned.format, min(planned.offsets.values(), default=None)),
+        }
         file.pop("sha256", None)  # of an earlier run of the same plan
         if hashes is not None:
             file["sha256"] = hashes.outputs[planned.name]

@@ -311,6 +311,7 @@ def _tell_record(plan: RepairPlan) -> None:
     """Put what was repaired into the record of the copy."""
     from convert.record import dump
 
+    plan.conversion.repair = plan.as_json()  # a GGUF file's record is made anew when the file gets its name
     for name, value in plan.conversion.sidecars.items():
         if name.endswith("conversion.json") and isinstance(value, bytes):
             plan.conversion.sidecars[name] = dump(json.loads(value) | {"repair": plan.as_json()})

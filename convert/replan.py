@@ -19,6 +19,7 @@ from convert.formats.spec import Container, Entry, TensorSpec
 from convert.gguf_request import GgufRequest
 from convert.names import names_table
 from convert.plan import ConversionPlan, Request, Target, make_plan, request_dtype
+from convert.record import entries
 from convert.rederive import Place
 from convert.report import fold_problems
 from convert.source import FilePool
@@ -53,6 +54,11 @@ def plan_again(source: Checkpoint, record: Mapping[str, Any], containers: Sequen
         ConvertError: The record is damaged, or the source cannot be converted so (any more).
     """
     target = _section(record, "target")
+    fixes = entries(_section(record, "repair").get("fixes"))
+    if fixes:
+        from convert.repair import plan_repair
+
+        return plan_repair(source, [str(item.get("fix")) for item in fixes]).conversion
     if target.get("options") is None:
         return make_plan(source, _guessed(source, containers))
     try:

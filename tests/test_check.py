@@ -268,3 +268,33 @@ def test_a_link_to_an_output(source, tmp_path):
     convert.convert_checkpoint(source, tmp_path / "out", to="scratch")
     os.symlink(tmp_path / "out", tmp_path / "link")
     assert convert.check(tmp_path / "link", source=source).ok
+
+
+def test_clamped_values_are_derived_again(tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = make_hf(tmp_path / "m", "gqa8").path
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.0.mlp.up_proj.weight"][3, 5] = 1e6
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    convert.convert_checkpoint(folder, tmp_path / "out", to="scratch", dtype="float16", clamp=True)
+    assert convert.check(tmp_path / "out", source=folder).ok
+    assert torch.isfinite(load_file(tmp_path / "out" / "model.safetensors")["trf_blocks.0.ff.fc2.weight"]).all()
+
+
+@pytest.mark.parametrize("target", ["hf", "gguf"])
+def test_a_repaired_copy_is_repaired_again(tmp_path, target):
+    source = make_hf(tmp_path / "m", "gqa8", tokenizer=120).path
+    if target == "gguf":
+        convert.convert_checkpoint(source, tmp_path / "m.gguf", to="gguf", type="f16")
+        source = tmp_path / "m.gguf"
+    out = tmp_path / ("out.gguf" if target == "gguf" else "out")
+    convert.repair(source, out, fixes=["swap-gate-up"])
+    found = convert.check(out, source=source)
+    assert found.ok and found.source["recorded"] is True, found.lines()
+    record = out.with_name("out.gguf.conversion.json") if target == "gguf" else out / "conversion.json"
+    told = json.loads(record.read_text())
+    del told["repair"]
+    record.write_text(json.dumps(told))
+    assert kinds(convert.check(out, source=source)) == {"bytes"}  # the control: gate and up are the other way round
