@@ -1,9 +1,9 @@
-"""The result of verify, diagnose or diff in one screen of a terminal: the story of the report, without its figures.
+"""The result of verify or diagnose in one screen of a terminal: the story of the report, without its figures.
 
 Verdict first, then the figures with the control beside them, bars for the losses of hypotheses, the worst tensors with
 their layers folded. Text without colour goes to whatever is no terminal, and wherever NO_COLOR is set. Built from
 ``as_json()`` and ``detail()``, as the pages of :mod:`convert.html` are; no conversion
-imports this.
+imports this. The lines of diff are :mod:`convert.commands.diff`'s own; here they are fitted to the screen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from convert.html.text import finite, number, plain, share
@@ -41,34 +41,56 @@ _WIDTH = 80
 
 
 def show(result: Any) -> None:
-    """Print a result of verify, diagnose or diff."""
+    """Print a result of verify or diagnose."""
+    _print(render(result, width=screen_width(), colour=_wants_colour()))
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Print a result that is text already: ``command: verdict``, then indented lines."""
+    _print(render_lines(lines, width=screen_width(), colour=_wants_colour()))
+
+
+def screen_width() -> int | None:
+    """Columns of the terminal, or None where there is none."""
+    import shutil
+
+    return max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+
+
+def _wants_colour() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _print(text: str) -> None:
     import click
 
-    out = sys.stdout
-    terminal = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    width = None
-    if out.isatty():
-        import shutil
-
-        width = max(40, shutil.get_terminal_size().columns)
-    click.echo(render(result, width=width, colour=terminal), nl=False, color=terminal or None)
+    click.echo(text, nl=False, color=_wants_colour() or None)
 
 
-def render(result: Any, *, width: int | None = None, colour: bool = False) -> str:
-    """What :func:`show` prints.
-
-    Args:
-        result: Of ``verify``, ``diagnose`` or ``diff``.
-        width: Columns of the terminal; None where there is none: tables take 80, sentences are not broken.
-        colour: Whether escape codes are wanted.
-
-    Raises:
-        ValueError: The result is of another kind.
-    """
-    from rich.console import Console
+def render_lines(lines: Iterable[str], *, width: int | None = None, colour: bool = False) -> str:
+    """What :func:`show_lines` prints; lines that are too long go on below, indented."""
+    from rich.padding import Padding
+    from rich.text import Text
 
     text = io.StringIO()
-    console = Console(
+    console = _console(text, width, colour)
+    for place, line in enumerate(lines):
+        shown = Text(plain(line, longest=2000))
+        indent = len(line) - len(line.lstrip(" "))
+        if place == 0:
+            command, _, verdict = line.partition(": ")
+            _head(console, command, {"verdict": verdict})
+        elif width is None or shown.cell_len <= width:
+            console.print(shown, soft_wrap=True)
+        else:
+            console.print(Padding(Text(shown.plain[indent:]), (0, 0, 0, indent)))
+    return _trimmed(text)
+
+
+def _console(text: io.StringIO, width: int | None, colour: bool) -> Console:
+    from rich.console import Console
+
+    return Console(
         file=text,
         width=width or _WIDTH,
         force_terminal=colour,
@@ -78,14 +100,33 @@ def render(result: Any, *, width: int | None = None, colour: bool = False) -> st
         emoji=False,
         soft_wrap=width is None,
     )
+
+
+def _trimmed(text: io.StringIO) -> str:
+    return "\n".join(line.rstrip() for line in text.getvalue().replace("−", "-").split("\n"))
+
+
+def render(result: Any, *, width: int | None = None, colour: bool = False) -> str:
+    """What :func:`show` prints.
+
+    Args:
+        result: Of ``verify`` or ``diagnose``.
+        width: Columns of the terminal; None where there is none: tables take 80, sentences are not broken.
+        colour: Whether escape codes are wanted.
+
+    Raises:
+        ValueError: The result is of another kind.
+    """
+    text = io.StringIO()
+    console = _console(text, width, colour)
     value = result.as_json()
     make = getattr(result, "detail", None)
     kind = str(value.get("schema", "")).removeprefix("convert.").partition("/")[0]
-    shown = {"verify": _verify, "diagnose": _diagnose, "diff": _diff}
+    shown = {"verify": _verify, "diagnose": _diagnose}
     if kind not in shown:
         raise ValueError(f"results of kind {kind!r} have no terminal version")
     shown[kind](console, value, make() if make else {})
-    return "\n".join(line.rstrip() for line in text.getvalue().replace("−", "-").split("\n"))
+    return _trimmed(text)
 
 
 def _head(console: Console, command: str, value: Mapping[str, Any], more: str = "") -> None:
@@ -342,30 +383,3 @@ def _bars(console: Console, rows: Sequence[Sequence[Any]], *, head: Sequence[str
     for first, *others in rows:
         table.add_row(Text("  ") + first, *others)
     console.print(table, soft_wrap=False)
-
-
-def _diff(console: Console, value: Mapping[str, Any], detail: Mapping[str, Any]) -> None:
-    _head(console, "diff", value)
-    _say(console, value.get("message"))
-    counts = value.get("counts") or {}
-    if counts:
-        _say(console, "Tensors: " + ", ".join(f"{n} {str(k).replace('_', ' ')}" for k, n in counts.items() if n) + ".")
-    _worst(console, [t for t in detail.get("tensors") or () if t.get("relation") not in ("only_a", "only_b")])
-    for key, words in (("missing", "In A only"), ("extra", "In B only")):
-        names = fold_names(str(n) for n in value.get(key) or ())
-        if names:
-            more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-            _say(console, f"{words}: {', '.join(plain(n, longest=100) for n in names[:_NAMES])}{more}.")
-    for key, words in (("shapes", "Shape"), ("dtypes", "Type"), ("config", "Config"), ("tokenizer", "Tokenizer")):
-        items = [i for i in value.get(key) or () if isinstance(i, Mapping) and i.get("weighs") is not False]
-        said = fold_names(str(i.get("name", i.get("key", ""))) for i in items)
-        ends = {f"{_end(i.get('a'))} against {_end(i.get('b'))}" for i in items}
-        which = f": {next(iter(ends))}" if len(ends) == 1 else ""
-        if said:
-            more = f" and {len(said) - _NAMES} more" if len(said) > _NAMES else ""
-            _say(console, f"{words}: {', '.join(plain(n, longest=100) for n in said[:_NAMES])}{more}{which}.")
-    _hints(console, value.get("hints"))
-
-
-def _end(value: Any) -> str:
-    return "nothing" if value is None else plain(value, longest=40)

@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from convert import terminal
-from convert.terminal import render, show
-from tests.html.synthetic import HOSTILE, Made, comparison, diagnose_result, diff_result, verify_result
+from convert.terminal import render, render_lines, show
+from tests.html.synthetic import HOSTILE, Made, comparison, diagnose_result, verify_result
 
 SCREENS = {
     "pass": verify_result,
@@ -20,7 +20,6 @@ SCREENS = {
     "weak": lambda: verify_result("weak", layers=2, positions=17),
     "broken": diagnose_result,
     "good": lambda: diagnose_result("good", against=False),
-    "diff": diff_result,
 }
 
 
@@ -107,6 +106,15 @@ def test_colour_only_where_it_is_wanted(made, environment, coloured, monkeypatch
     show(verify_result("fail"))
     assert ("\x1b[" in out.getvalue()) == coloured
     assert out.getvalue().startswith(("verify: fail", "verify: \x1b[1;31mfail"))
+
+
+def test_lines_are_fitted_to_the_screen():
+    lines = ["diff: different", "  " + "word " * 40, "    \x1b[31mmodel.layers.0\x1b[0m  [red]1[/red]", "  short"]
+    found = render_lines(lines, width=60, colour=True).split("\n")
+    assert found[0] == "diff: \x1b[1;31mdifferent\x1b[0m"
+    assert max(map(len, found[1:])) <= 60 and all(line.startswith("  word") for line in found[1:5])
+    assert "    \\x1b[31mmodel.layers.0\\x1b[0m  [red]1[/red]" in found
+    assert render_lines(lines).split("\n")[1].rstrip() == lines[1].rstrip()
 
 
 def test_sentences_are_not_broken_in_a_pipe():

@@ -44,8 +44,9 @@ def command(a: str, b: str, as_json: bool, quiet: bool, debug: bool, **options: 
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2, ensure_ascii=False))
     elif not quiet:
-        for line in lines(result):
-            click.echo(line)
+        from convert.terminal import show_lines
+
+        show_lines(lines(result))
     write_report(result)
     return result.exit_code
 
@@ -69,9 +70,10 @@ def verify_tensors(
             del value[key]
         click.echo(json.dumps(value, indent=2, ensure_ascii=False))
     elif not quiet:
+        from convert.terminal import show_lines
+
         _, *rest = lines(result)
-        for line in (f"verify --tensors: {verdict}", *rest):
-            click.echo(line)
+        show_lines([f"verify --tensors: {verdict}", *rest])
     write_report(result)
     return 0 if verdict == "pass" else 1
 
@@ -182,13 +184,20 @@ def _group_name(names: Sequence[str], count: int) -> str:
 def _table(groups: Sequence[tuple[str, list[TensorDelta]]]) -> Iterator[str]:
     if not groups:
         return
+    from convert.terminal import screen_width
+
     shown = groups[:_TENSORS]
-    wide = min(64, max(len(name) for name, _ in shown))
+    room, wide = screen_width() or 200, min(64, max(len(name) for name, _ in shown))
+    above = wide + 64 > room  # names stand above their numbers on a narrow screen
+    if above:
+        wide = 0
     yield f"  {'':{wide}}  {'':11} {'max |Δ|':>9} {'rel. err':>9} {'cosine':>10} {'changed':>8}"
     for name, found in shown:
         first = found[0]
         words = first.relation.replace("_", " in ").replace("in a", "in A").replace("in b", "in B")
-        line = f"  {_cut(name, wide):{wide}}  {words:11}"
+        if above:
+            yield f"  {_cut(name, room - 2)}"
+        line = f"  {'' if above else _cut(name, wide):{wide}}  {words:11}"
         if first.max_abs is not None:
             error = max(d.error or 0.0 for d in found)
             cosine = min((d.cosine for d in found if d.cosine is not None), default=None)
@@ -197,7 +206,9 @@ def _table(groups: Sequence[tuple[str, list[TensorDelta]]]) -> Iterator[str]:
         elif first.relation == "shape":
             line += f" A {list(first.shapes[0] or ())}, B {list(first.shapes[1] or ())}"
         types = dict.fromkeys(d for d in first.dtypes if d)
-        yield line + f"  {' / '.join(types)}" + (f"  {first.note}" if first.note else "")
+        # How values were rounded follows from the types, and is in the message above.
+        said = "" if first.note is None or first.same else f"  {first.note}"
+        yield line + f"  {' / '.join(types)}" + said
     if len(groups) > _TENSORS:
         yield f"  … and {len(groups) - _TENSORS} more lines; --json has all"
 

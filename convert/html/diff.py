@@ -19,6 +19,7 @@ Reads of ``detail()``, every key optional::
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from convert.html.parts import Part, tensors_part
 from convert.html.text import number, plain
 from convert.report import fold_names
 
+#: Said of what makes no other model.
+_IDLE = "not of weight"
 VERDICTS = {
     "equal": ("good", "Equal"),
     "close": ("good", "Equal within tolerance"),
@@ -88,17 +91,23 @@ def _two_sides(key: str, heading: str, words: str, items: Sequence[Any]) -> Part
     for item in items:
         if isinstance(item, Mapping):
             name = item.get("name", item.get("key", item.get("tensor", "")))
-            idle = "not of weight" if item.get("weighs") is False else ""
+            idle = _IDLE if item.get("weighs") is False else ""
             rows.append([name, _said(item.get("a")), _said(item.get("b")), item.get("note") or idle])
         else:
             rows.append([item, "", "", ""])
     if not rows:
         return None
+    if all(row[3] == _IDLE for row in rows):
+        rows = [[*row[:3], ""] for row in rows]
     noted = any(row[3] for row in rows)
     head = ["", "A", "B", "note"] if noted else ["", "A", "B"]
     html = table(head, [row[: len(head)] for row in rows], caption=heading, words=4, cards=True)
+    if key == "record":  # long, and of little weight
+        return key, heading, section(key, heading, words=words, numbers=html)
     return key, heading, section(key, heading, words=words, more=html)
 
 
 def _said(value: Any) -> str:
+    if isinstance(value, (Mapping, list, tuple)):
+        value = json.dumps(value, ensure_ascii=False, default=str)
     return "absent" if value is None else plain(value, longest=200)

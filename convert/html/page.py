@@ -73,7 +73,7 @@ class Page:
         contents = f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(self.sections) > 2 else ""
         return (
             f'<header><div class="band"><p class="eyebrow">convert {escape(self.command)}</p>'
-            f'<h1>{escape(self.verdict)}</h1><p class="lead">{escape(self.lead, longest=3000)}</p>'
+            f'<h1>{escape(self.verdict)}</h1><p class="lead">{escape(self.lead[:1].upper() + self.lead[1:], longest=3000)}</p>'
             f"{f'<dl>{sides}</dl>' if sides else ''}</div>{contents}</header>"
         )
 

@@ -64,7 +64,7 @@ caption{text-align:left;padding:.3rem 0;font-size:.9rem}
 th,td{text-align:left;vertical-align:top;padding:.32rem .7rem .32rem 0}
 th,td{border-bottom:1px solid var(--grid);font-weight:400}
 thead th{font-weight:600;background:var(--paper);position:sticky;top:0}
-tbody th{overflow-wrap:anywhere;min-width:9rem}
+tbody th{overflow-wrap:anywhere;min-width:11rem}
 td{overflow-wrap:anywhere}
 td:not(.n){min-width:7rem}
 .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
