@@ -31,7 +31,6 @@ class Claim:
     Args:
         out: The output.
         single: Whether it is a file or files beside each other, not a folder.
-        keep: Names in the partial folder that an earlier, unfinished run may have left and that are not cleared away.
 
     Attributes:
         folder: The partial folder.
@@ -42,7 +41,7 @@ class Claim:
         UsageError: Something that is no conversion's lies where the partial folder belongs.
     """
 
-    def __init__(self, out: Path, *, single: bool, keep: Collection[str] = ()) -> None:
+    def __init__(self, out: Path, *, single: bool) -> None:
         self.out = landing(out, single=single)
         self.single = single
         self.folder = partial_folder(out, single=single)
@@ -71,6 +70,9 @@ class Claim:
                     hint="Wait for it, or choose another output.",
                 )
             )
+
+    def clear(self, *, keep: Collection[str] = ()) -> None:
+        """Clear away what an earlier, unfinished run has left in the partial folder, but for files called ``keep``."""
         for path in self.folder.iterdir():
             if path != self._lock and path.name not in keep:
                 remove(path)

@@ -119,15 +119,17 @@ def run(
     keep_freed_memory()
     started = time.perf_counter()
     before = stamps(plan.source.files) | plan.source.stamps
-    kept = {*(Path(f.name).parts[0] for f in plan.files), JOURNAL_NAME} if resume else set()
-    claim = Claim(out, single=plan.single_file, keep=kept)
+    claim = Claim(out, single=plan.single_file)
     journal = writer = None
     try:
         with reading(plan.source.path):
             identity = fingerprint(plan)
+        if not resume:
+            claim.clear()
         journal = Journal(claim.folder, identity, resume=resume)
         with writing(claim.folder):
             claim.take_back(journal.moved)
+            claim.clear(keep={*(f.name for f in plan.files), JOURNAL_NAME})
         writer = Writer(plan, claim.folder, progress, cancel or threading.Event(), journal)
         found = writer.write(threads, hashes=hashes)
         losses = writer.losses()  # the check reads, and so counts, again
