@@ -71,9 +71,10 @@ class Page:
         sides = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text, longest=1000)}</dd>" for name, text in self.sides)
         links = "".join(f'<li><a href="#{key}">{escape(heading)}</a></li>' for key, heading, _ in self.sections)
         contents = f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(self.sections) > 2 else ""
+        lead = self.lead[:1].upper() + self.lead[1:]
         return (
             f'<header><div class="band"><p class="eyebrow">convert {escape(self.command)}</p>'
-            f'<h1>{escape(self.verdict)}</h1><p class="lead">{escape(self.lead[:1].upper() + self.lead[1:], longest=3000)}</p>'
+            f'<h1>{escape(self.verdict)}</h1><p class="lead">{escape(lead, longest=3000)}</p>'
             f"{f'<dl>{sides}</dl>' if sides else ''}</div>{contents}</header>"
         )
 
