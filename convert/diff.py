@@ -91,9 +91,9 @@ class Diff:
         elif bad:
             said.append(f"{bad} of {total} tensors differ")
         elif any(r in counts for r in ("rounded", "close")):
-            within = "the tolerance" if self.tolerance else "rounding"
-            some = counts.get("rounded", 0) + counts.get("close", 0)
-            said.append(f"all {total} tensors hold the same values, {some} of them within {within}")
+            how = Counter((d.note or "").rpartition("; ")[2] for d in self.deltas if d.relation in ("rounded", "close"))
+            words = ", ".join(f"{count} {word}" for word, count in how.most_common(3))
+            said.append(f"all {total} tensors hold the same values: {words}{' …' if len(how) > 3 else ''}")
         else:
             said.append(f"all {total} tensors hold equal values")
         for name, found in (("config", self.config), ("tokenizer", self.tokenizer)):
