@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA device: verify in float32 and bfloat16 for every family and for SmolLM2, whole and layer by
-# layer (also Llama 3.2 1B's shape in bfloat16, which takes 6 GB of disk while it lasts), load_into on cuda. Prints the figures, and writes them to tests/gpu.md. Where there is no device it says so and succeeds.
+# layer (also Llama 3.2 1B's shape in bfloat16, which takes 6 GB of disk while it lasts), load_into on cuda. Prints the
+# figures, and writes them to tests/gpu.md. Where there is no device it says so and succeeds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python}"

@@ -160,7 +160,7 @@ def test_every_family_layer_by_layer_on_cuda(family, dtype):
 
 
 def test_one_billion_parameters_layer_by_layer_on_cuda(tmp_path):
-    """Llama 3.2 1B's shape, bfloat16, Hugging Face against Meta: in the memory of one layer, as fast as whole models."""
+    """Llama 3.2 1B's shape, bfloat16, Hugging Face against Meta: in the memory of one layer, as fast as whole."""
     benchmark = import_module("tests.benchmark.checkpoint")
     benchmark.make_hf(tmp_path / "hf", benchmark.LAYERS)
     benchmark.make_meta(tmp_path / "meta", benchmark.LAYERS)
