@@ -242,7 +242,7 @@ def _fresh(matrices: Sequence[Sample], looked: Sequence[Sample]) -> Iterator[Odd
         yield Oddity(
             "fresh",
             f"the model looks untrained: {len(random)} of {len(matrices)} matrices hold independent numbers "
-            f"({_law(random[0])}); {ones} vectors are constant.",
+            f"({_law(random)}); {ones} vectors are constant.",
             found=len(random),
             fault=False,
             tensors=names,
@@ -255,8 +255,8 @@ def _fresh(matrices: Sequence[Sample], looked: Sequence[Sample]) -> Iterator[Odd
         yield Oddity(
             "fresh",
             f"{s.name!r} looks freshly initialised, unlike the model's other matrices: independent numbers "
-            f"({_law(s)}); the norms of its rows and columns differ {s.row_spread:.2f} and {s.column_spread:.2f} times "
-            "as much as by chance.",
+            f"({_law([s])}); the norms of its rows and columns differ {s.row_spread:.2f} and {s.column_spread:.2f} "
+            "times as much as by chance.",
             tensor=s.name,
             found=s.std,
             hint="It was missing when the model was loaded and saved (loaders fill such tensors at random); fetch it.",
@@ -264,9 +264,10 @@ def _fresh(matrices: Sequence[Sample], looked: Sequence[Sample]) -> Iterator[Odd
         )
 
 
-def _law(s: Sample) -> str:
-    shape = "uniform" if s.kurtosis < 2.1 else "normal" if s.kurtosis > 2.9 else "cut off"
-    return f"{shape} distribution, standard deviation {s.std:.4g}"
+def _law(random: Sequence[Sample]) -> str:
+    kurtosis, std = (float(np.median([getattr(s, part) for s in random])) for part in ("kurtosis", "std"))
+    shape = "uniform" if kurtosis < 2.1 else "normal" if kurtosis > 2.8 else "truncated normal"
+    return f"{shape} distribution, standard deviation {std:.3g}"
 
 
 def _outliers(looked: Iterable[Sample]) -> Iterator[Oddity]:

@@ -218,6 +218,8 @@ def _row_order(checkpoint: Checkpoint, out: Validation, scan: bool, threads: int
     found = probe(checkpoint, max_bytes=None if scan else SAMPLE_BYTES, threads=threads)
     problem = found.problem(checkpoint)
     out.problems += [problem] if problem else []
+    if problem is None and found.order not in (None, found.expected):
+        out.notes.append(f"{found.words()}, where {found.expected} order is expected; not sure enough to be a problem")
     out.checked += f"; Q and K in {found.order} order, as their numbers too say" if found.agrees else ""
 
 
