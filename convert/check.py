@@ -89,7 +89,9 @@ class Check:
         out += [f"  {p.kind}: {p.message}" for p in self.problems[:_SHOWN]]
         if count > _SHOWN:
             out.append(f"  … and {count - _SHOWN} more; --json has them all")
-        return out + [f"  note: {note}" for note in self.notes]
+        hints = list(dict.fromkeys(p.hint for p in self.problems[:_SHOWN] if p.hint))
+        out += [f"  note: {note}" for note in self.notes]
+        return [*out, "What to do:", *(f"  {hint}" for hint in hints)] if hints else out
 
     def _compared(self) -> str:
         counts: dict[str, int] = {}
@@ -169,8 +171,11 @@ def _find_record(path: Path, files: Sequence[Path]) -> tuple[Path, dict[str, Any
             return folder, _read(place)
     if single:
         for place in sorted(folder.glob(f"*.{RECORD_NAME}")):
-            found = _read(place)
-            if is_of(found, files):
+            try:
+                found = _read(place)
+            except ConvertError:  # of something else
+                continue
+            if entries(found["target"].get("files")) and is_of(found, files):
                 return folder, found
     return folder, {}
 

@@ -298,3 +298,15 @@ def test_a_repaired_copy_is_repaired_again(tmp_path, target):
     del told["repair"]
     record.write_text(json.dumps(told))
     assert kinds(convert.check(out, source=source)) == {"bytes"}  # the control: gate and up are the other way round
+
+
+def test_records_of_other_files_are_passed_over(tmp_path, source):
+    convert.convert_checkpoint(source, tmp_path / "a.gguf", to="gguf", type="f16")
+    convert.convert_checkpoint(source, tmp_path / "b.gguf", to="gguf", type="q8_0")
+    (tmp_path / "b.gguf").rename(tmp_path / "z.gguf")
+    (tmp_path / "0.conversion.json").write_text("{}")
+    found = convert.check(tmp_path / "z.gguf")
+    assert found.ok and found.files[0]["recorded_name"] == "b.gguf"
+    (tmp_path / "b.gguf.conversion.json").unlink()
+    with pytest.raises(ConvertError, match=r"no record beside it \(the file says that ckpt-convert"):
+        convert.check(tmp_path / "z.gguf")
