@@ -158,7 +158,7 @@ def test_hostile_names_in_drawings():
 
 
 def test_the_same_result_gives_the_same_bytes(tmp_path):
-    code = "from convert.html import render; from tests.html.synthetic import *; print(render(diagnose_result()))"
+    code = "from convert.html import render; from tests.html.synthetic import *; print(render(diagnose_result(layers=3)))"
     root = Path(__file__).parents[2]
     pages = []
     for seed in ("1", "2"):
@@ -171,9 +171,10 @@ def test_the_same_result_gives_the_same_bytes(tmp_path):
 def test_the_users_style_has_no_say(tmp_path):
     import matplotlib
 
-    before = render(diff_result())
+    made = diff_result(layers=3)
+    before = render(made)
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path", "text.usetex": True}):
-        assert render(diff_result()) == before
+        assert render(made) == before
 
 
 def test_the_largest_model_gives_a_small_file():
@@ -242,7 +243,7 @@ def test_curves_are_where_their_values_are():
 
 
 def test_what_is_missing_is_said():
-    full = render(verify_result())
+    full = render(verify_result(layers=2, positions=17))
     bare = render(Made(verify_result().as_json(), {"absent": {"layers": "the models ran whole, you see"}}))
     assert "Not in this report" in bare and "Not in this report" not in full
     for words in ("Position by position", "Logits against logits", "Tensor by tensor", "the models ran whole, you see"):
@@ -265,9 +266,10 @@ def test_figures_that_are_no_numbers():
 
 def test_a_report_replaces_a_report_and_nothing_else(tmp_path, monkeypatch):
     out = tmp_path / "report.html"
-    assert write_report(verify_result(), out) == out
+    passed, failed = (Made(verify_result(verdict).as_json(), {}) for verdict in ("pass", "fail"))
+    assert write_report(passed, out) == out
     first = out.read_bytes()
-    write_report(verify_result("fail"), out)
+    write_report(failed, out)
     assert out.read_bytes() != first and [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
     def broken(*_: object) -> None:
@@ -276,7 +278,7 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", broken)
     before = out.read_bytes()
     with pytest.raises(OSError, match="no space"):
-        write_report(verify_result(), out)
+        write_report(passed, out)
     assert out.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
