@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.benchmark import rows as marks
 from tests.benchmark import table
 from tests.benchmark.measure import Ballast, Run, copy, median, remove, run, size
 from tests.benchmark.rows import (
@@ -193,6 +194,34 @@ class Bench:
             "ok": peak <= DIFF_PEAK and seconds <= DIFF_RATIO * read + 0.5,
         }
 
+    def probe(self) -> Result:
+        """What the numbers alone tell, against reading the file; alternated, the first pair is dropped."""
+        source = self.sources.get("hf")
+        command = self._convert(marks.PROBE, src=source)
+        times, reads, cpu, peaks = [], [], [], []
+        for turn in range(self.runs + 1):
+            done = run(command, self.log)
+            if done.code != marks.PROBE_CODE:
+                return {"name": "diagnose --probe-only", "error": done.output.strip()[-2000:] or f"exit {done.code}"}
+            read = run(["sh", "-c", 'cat "$1" > /dev/null', "sh", str(self.sources.data("hf"))], self.log)
+            peaks.append(done.peak)
+            if turn:
+                times.append(done.seconds)
+                reads.append(read.seconds)
+                cpu.append(done.cpu)
+        ours, once = median(times), median(reads)
+        return {
+            "name": "diagnose --probe-only",
+            "median": ours,
+            "cpu": median(cpu),
+            "read_median": once,
+            "ratio": ours / once,
+            "ratio_limit": marks.PROBE_RATIO,
+            "peak": max(peaks),
+            "peak_limit": marks.PROBE_PEAK,
+            "ok": max(peaks) <= marks.PROBE_PEAK and ours <= marks.PROBE_RATIO * once + 0.5,
+        }
+
     def quick(self) -> list[Result]:
         """Commands that must answer at once, and never import torch."""
         results = []
@@ -264,7 +293,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
     parser.add_argument("--list", action="store_true", help="list the rows")
     options = parser.parse_args()
-    special = ["load_into", "verify --layerwise", "diff", "quick commands", "2 × deeper"]
+    special = ["load_into", "verify --layerwise", "diff", "diagnose --probe-only", "quick commands", "2 × deeper"]
     names = [r.name for r in ROWS] + special
     if options.list:
         print("\n".join(names))
@@ -287,6 +316,8 @@ def main() -> int:
             results["layerwise"] = report(bench.layerwise())
         if "diff" in wanted:
             results["diff"] = report(bench.diff())
+        if "diagnose --probe-only" in wanted:
+            results["probe"] = report(bench.probe())
         if "quick commands" in wanted:
             results["quick"] = [report(r) for r in bench.quick()]
         if "2 × deeper" in wanted:
@@ -312,7 +343,7 @@ def report(result: Result) -> Result:
         word = "ERROR " + result["error"].splitlines()[-1]
     else:
         word = "ok" if result["ok"] else "MISSED"
-        for key in ("median", "cpu", "cp_median", "ratio", "peak", "peak_deep", "speedup"):
+        for key in ("median", "cpu", "cp_median", "read_median", "ratio", "peak", "peak_deep", "speedup"):
             if result.get(key) is not None:
                 word += f"  {key} {result[key]:.2f}"
     print(f"{result['name']}: {word}", file=sys.stderr, flush=True)

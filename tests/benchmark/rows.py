@@ -74,6 +74,10 @@ ROWS = [
 QUICK = {"--help": "--help", "inspect": "inspect {src}", "validate": "validate {src}"}
 QUICK_SECONDS = 0.5
 
+#: Looking at the numbers alone: time at most this multiple of reading the file, on top of half a second for starting,
+#: and MiB. Random weights tell nothing, so the exit code is 3.
+PROBE, PROBE_RATIO, PROBE_PEAK, PROBE_CODE = "diagnose {src} --probe-only", 2.0, 150, 3
+
 #: Filling a model: peak at most this multiple of the model's bytes plus this many MiB; this much faster than the book.
 LOAD_PEAK, LOAD_EXTRA, LOAD_SPEEDUP = 1.1, 600, 5.0
 

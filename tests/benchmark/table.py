@@ -90,6 +90,14 @@ def markdown(results: dict[str, Any]) -> str:
                 f"{compared['bytes'] / compared['median'] / 1e9:.1f} GB/s",
             ]
         )
+    probe = results.get("probe")
+    if probe is not None and "error" in probe:
+        rows.append([f"`{probe['name']}`", "did not run", "", "", "", ""])
+    elif probe is not None:
+        limit = f"≤ {probe['ratio_limit']:g} × reading + 0.5 s"
+        time = f"{probe['ratio']:.2f} × reading the file"
+        peaks = [_mib(probe["peak"]), f"≤ {_mib(probe['peak_limit'])}"]
+        rows.append([f"`{probe['name']}`", time, limit, *peaks, f"`cat`: {probe['read_median']:.1f} s"])
     for quick in results["quick"]:
         if "error" in quick:
             rows.append([f"`convert {quick['name']}`", "did not run", "", "", "", ""])
@@ -116,7 +124,7 @@ def all_good(results: dict[str, Any]) -> bool:
     every = [
         *results["rows"],
         *results["quick"],
-        *(results[k] for k in ("load", "layerwise", "diff", "deeper") if k in results),
+        *(results[k] for k in ("load", "layerwise", "diff", "probe", "deeper") if k in results),
     ]
     return all(r.get("ok", False) for r in every)
 
