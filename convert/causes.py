@@ -26,7 +26,6 @@ _LOST = {
     "inf": "damaged",
     "zeros": "damaged",
     "constant": "damaged",
-    "fresh": "damaged",
     "duplicate": "duplicate",
 }
 #: How sure the numbers alone make of a fault that no run has confirmed.
@@ -193,8 +192,8 @@ def _add_numbers(ckpt: Checkpoint, odd: Sequence[Oddity], found: Findings | None
     for oddity in odd:
         if not oddity.fault or oddity.kind in _LOST:
             continue
-        name = {"transposed": "transposed", "norm_convention": "norm-minus-one"}.get(oddity.kind)
-        if name is None:
+        name = {"transposed": "transposed", "norm_convention": "norm-minus-one", "fresh": "damaged"}.get(oddity.kind)
+        if name is None or (name == "damaged" and found is not None and found.sensible):
             out.hints.append(oddity.message)
             continue
         same = next((c for c in out.causes if c.fault == name), None)
@@ -212,3 +211,24 @@ def _add_numbers(ckpt: Checkpoint, odd: Sequence[Oddity], found: Findings | None
 def _add_comparison(ckpt: Checkpoint, compared: Any, out: Weighed) -> None:
     """What a good copy says, which outweighs what the loss says."""
     out.differs = bool(compared.differs)
+    if not out.differs:
+        out.hints += [f"Not borne out by the good copy, which is the same model: {c.words}." for c in out.causes]
+        out.causes = []
+        return
+    found, ran = compared.found, {cause.fault: cause.loss for cause in out.causes}
+    named = [*(agreement.case for agreement in found.undone)]
+    causes = [Cause(name, FAULTS[name].words, 0.99, [words], ran.get(name)) for name, words in found.lost]
+    for case, equal in zip(named, found.equal, strict=True):
+        said = [compared.message(), *compared.where()]
+        if equal:
+            said.append(f"the same model in other words: {', '.join(equal)}")
+        sure = 0.999 if compared.explained else 0.9
+        causes.append(Cause(case.name, case.words, sure, said, ran.get(case.name), command(ckpt, found.fixes)))
+    if causes:
+        others = [c for c in out.causes if c.fault not in {cause.fault for cause in causes}]
+        out.hints += [f"Not borne out by the good copy: {c.words}." for c in others]
+        out.causes = causes
+    else:
+        out.hints += [compared.message(), *compared.where()]
+    if found.left and causes:
+        out.hints.append(f"Not explained: {', '.join(found.left[:6])}{' …' if len(found.left) > 6 else ''}.")

@@ -150,16 +150,21 @@ def diagnose(
         absent: dict[str, str] = {}
         found = None
         ids = None if probe_only else _ids(ckpt, text, tokens, tokenizer, absent)
+        sides = {"a": _side(ckpt)}
+        compared = None
+        if against is not None:
+            tell("against the good copy", 0, 0)
+            good = _opened(stack, against, {})
+            compared = _against(ckpt, good, ids, device, not probe_only, threads, tell)
+            sides["b"] = _side(good)
         if probe_only:
             absent["hypotheses"] = "only the numbers were looked at (--probe-only)"
+        elif compared is not None and (compared.explained or not compared.differs):
+            absent["hypotheses"] = "the good copy decides: no text had to be predicted"
         elif ids is not None:
             found = _run(ckpt, ids, probed, odd, device, absent, tell)
-        compared = None
-        if against is not None and not probe_only:
-            tell("against the good copy", 0, 0)
-            compared = _against(ckpt, _opened(stack, against, {}), ids, device, tell)
         judged = weigh(ckpt, probed, odd, found, compared)
-        verdict, message, hints = _judge(judged, probed, found, absent, power=POWER)
+        verdict, message, hints = _judge(judged, probed, found, absent, power=POWER, compared=compared)
         return Diagnosis(
             verdict=verdict,
             message=message,
@@ -170,7 +175,7 @@ def diagnose(
             against=compared,
             hints=(*judged.hints, *hints),
             absent=absent,
-            sides={"a": _side(ckpt)},
+            sides=sides,
         )
 
 
@@ -267,14 +272,22 @@ def _count(shape: Sequence[int]) -> int:
     return out
 
 
-def _against(ckpt: Checkpoint, good: Checkpoint, ids: Sequence[int] | None, device: str, tell: Any) -> Any:
+def _against(
+    ckpt: Checkpoint, good: Checkpoint, ids: Sequence[int] | None, device: str, run: bool, threads: int, tell: Any
+) -> Any:
     from convert.against import compare_against
 
-    return compare_against(ckpt, good, ids=ids, device=device, on_step=tell)
+    return compare_against(ckpt, good, ids=ids, device=device, threads=threads, run=run, on_step=tell)
 
 
 def _judge(
-    judged: Any, probed: Probe | None, found: Findings | None, absent: dict[str, str], *, power: float
+    judged: Any,
+    probed: Probe | None,
+    found: Findings | None,
+    absent: dict[str, str],
+    *,
+    power: float,
+    compared: Any = None,
 ) -> tuple[str, str, list[str]]:
     """Verdict, message, hints."""
     causes: list[Cause] = judged.causes
@@ -286,10 +299,12 @@ def _judge(
             message += f": the loss falls from {found.cause.baseline:.2f} to {first.loss:.2f} with it undone"
         message += "." if not also else f"; {', and '.join(c.words for c in also)}."
         return ("broken" if first.confidence >= 0.5 else "undecided"), message, []
+    if judged.differs:
+        return "broken", "It is another model than the good copy, and no known fault explains how.", []
+    if compared is not None:
+        return "good", compared.message(), []
     if found is None:
         why = absent.get("hypotheses", "the model was not run")
-        if judged.differs:
-            return "broken", "It is another model than the good copy.", [why]
         if probed is not None and probed.agrees:
             seen = f"Nothing is odd about the numbers, and the rows of Q and K are in {probed.order} order, as told."
             return "good", seen, [f"The model was not run: {why}."]

@@ -167,3 +167,27 @@ def test_a_tied_model(tmp_path):
     plant(good, tmp_path / "broken", "embedding-scaled")
     found = compare_against(tmp_path / "broken", good, run=False)
     assert found.found.fixes == ["unscale-embedding"] and found.explained
+
+
+def test_diagnose_against_names_the_cause_and_the_command(goods, tmp_path, capsys):
+    from convert.cli import cli
+    from convert.cli import run as main
+
+    good = goods[False]
+    plant(good, tmp_path / "broken", "k-other-heads")
+    source = str(tmp_path / "broken")
+    assert main(cli, ["diagnose", source, "--against", str(good), "--probe-only", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["verdict"] == "broken" and said["causes"][0]["fault"] == "k-wrong-heads"
+    assert said["causes"][0]["fix"].endswith("--fix k-heads=8") and said["causes"][0]["confidence"] > 0.99
+    assert said["against"]["explained"] and said["against"]["hypotheses"][0]["agrees"]
+    assert len(said["against"]["differing"]) == 3 and said["against"]["n_tokens"] == 0
+    (tmp_path / "ids.json").write_text(json.dumps([(7 * i) % 160 for i in range(64)]))
+    ids = ["--tokens", str(tmp_path / "ids.json")]
+    assert main(cli, ["diagnose", source, "--against", str(good), "--json", *ids]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["against"]["rotary"] and said["against"]["departs"]["step"] == "layer 0"
+    assert said["against"]["n_tokens"] == 64 and not said["hypotheses"]
+    assert main(cli, ["diagnose", str(good), "--against", str(good), "--json", *ids]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["verdict"] == "good" and not said["causes"] and not said["against"]["differs"]
