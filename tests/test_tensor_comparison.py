@@ -374,3 +374,13 @@ def test_strided_tensors(tmp_path, blocks):
     b = make_scratch(tmp_path / "b", "gqa8").path
     assert {d.relation for d in deltas(a, b).values()} == {"equal"}
     assert {d.relation for d in deltas(a, make_hf(tmp_path / "c", "gqa8", seed=2).path).values()} == {"different"}
+
+
+def test_a_view_is_compared_as_what_it_shows(tmp_path):
+    from convert.faults import FAULTS
+
+    with convert.open_checkpoint(make_hf(tmp_path / "a", "gqa8").path) as ckpt:
+        view = FAULTS["k-permuted"].undo(ckpt)
+        found = {d.name: d.relation for d in compare_tensors(ckpt, view)}
+    assert {n for n, relation in found.items() if relation == "reordered"} == {n for n in found if "k_proj" in n}
+    assert set(found.values()) == {"equal", "reordered"} and len(found) == 21
