@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from convert import layerwise
+from convert import ggml, layerwise
 from convert.checkpoint import open_checkpoint
+from convert.cli import cli, run
 from convert.errors import ConvertError, UsageError
 from convert.layerwise import Buffers, LayeredModel, gather, hidden_states
 from convert.prompt import read_prompts, shortened
@@ -24,6 +25,8 @@ from convert.source import Source
 from convert.table import families
 from convert.verify import VerifyResult, verify
 from tests.families.mixed import converted, prompt
+from tests.fixtures.hf import make_hf
+from tests.fixtures.meta import make_meta
 from tests.fixtures.shapes import get_shape
 from tests.fixtures.weights import Tensors, tokens
 from tests.reference.models import StandIn, TensorSource, interleaved, one_thread, stand_in  # noqa: F401
@@ -140,6 +143,45 @@ def test_tied_heads_and_other_shapes():
     for shape in ("tied", "hd6", "hd16", "mha"):
         a, b = stand_in(shape), stand_in(shape, pairing="interleaved")
         same(*(verify(a, b, device="cpu", layerwise=way) for way in (False, True)))
+
+
+@pytest.mark.parametrize("kind", ["meta", "scratch", "q8_0", "q4_k_m"])
+def test_layouts_and_quantised_files(tmp_path, kind):
+    """Two model-parallel files, our own files, and block types, whose rows come in whole blocks; both ways round."""
+    shape = "kquant" if kind.startswith("q") else "gqa8"
+    hf = make_hf(tmp_path / "hf", shape=shape).path
+    if kind == "meta":
+        other = make_meta(tmp_path / "meta", mp=2).path
+    else:
+        out, options = tmp_path / "out.gguf", ["--type", kind, "--no-tokenizer"]
+        if kind == "scratch":
+            out, options = tmp_path / "scratch", []
+        if kind == "q4_k_m" and not ggml.available():
+            pytest.skip("needs the extra: quantize")
+        words = [f"hf-to-{'scratch' if kind == 'scratch' else 'gguf'}", str(hf), str(out), *options]
+        assert run(cli, words) == 0
+        other = out
+    for one, second in ((hf, other), (other, hf)):
+        whole, got = (verify(one, second, device="cpu", layerwise=way) for way in (False, True))
+        assert got.verdict in ("pass", "weak") if kind == "q4_k_m" else got.verdict == "pass"
+        same(whole, got)
+
+
+def test_command(tmp_path, capsys):
+    hf, meta = str(make_hf(tmp_path / "hf").path), str(make_meta(tmp_path / "meta").path)
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps([list(range(20)), list(range(30, 60))]))
+    words = ["verify", hf, meta, "--device", "cpu"]
+    assert run(cli, [*words, "--layerwise", "--prompts", str(file), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["verdict"], value["layerwise"], len(value["prompts"])) == ("pass", True, 2)
+    assert run(cli, [*words, "--layerwise"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("layer by layer", "rounding", "tolerance", "broken copy"))
+    assert run(cli, [*words, "--prompts", str(file), "--text", "x"]) == 2
+    assert "not both" in capsys.readouterr().err
+    assert run(cli, [*words, "--prompts", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def swap(layer: int, one: str, other: str) -> Any:
