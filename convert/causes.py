@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from convert import undo
-from convert.faults import FAULTS, Case, parse_fix
+from convert.faults import FAULTS, parse_fix
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -77,13 +77,13 @@ class Weighed:
 
 def suspects(ckpt: Checkpoint, probed: Probe | None, odd: Sequence[Oddity]) -> list[str]:
     """Fixes that the numbers point at, to be tried first."""
-    found = [probed.suspect(ckpt)] if probed is not None else []
+    found: list[str] = probed.suspects(ckpt) if probed is not None else []
     for oddity in odd:
         if oddity.kind == "norm_convention":
             found += ["norms-plus-one", "norms-minus-one"]
         if oddity.kind == "transposed" and oddity.hint and "transpose=" in oddity.hint:
             found.append("transpose=" + oddity.hint.partition("transpose=")[2].partition("`")[0])
-    return [fix for fix in found if fix]
+    return found
 
 
 def weigh(
@@ -178,13 +178,13 @@ def _add_probe(ckpt: Checkpoint, probed: Probe | None, found: Findings | None, o
     if found is not None and (found.sensible or out.causes):
         out.hints.append(f"{words[0].upper() + words[1:]}; running the model does not bear that out.")
         return
-    fix = probed.suspect(ckpt)
-    case: Case | None = parse_fix(fix) if fix else None
-    name = case.name if case else "qk-permuted"
-    said = case.words if case else "the rows of Q or K are in a wrong order"
-    out.causes.append(
-        Cause(name, said, min(probed.confidence, 0.999), [words], None, command(ckpt, [fix]) if fix else None)
-    )
+    fixes = probed.suspects(ckpt)[:3]
+    for fix in fixes:  # several where the numbers leave open which of them it is
+        case = parse_fix(fix)
+        sure = min(probed.confidence, 0.999) / len(fixes)
+        out.causes.append(Cause(case.name, case.words, sure, [words], None, command(ckpt, [fix])))
+    if not fixes:
+        out.hints.append(f"{words[0].upper() + words[1:]}, which no known mistake gives.")
 
 
 def _add_numbers(ckpt: Checkpoint, odd: Sequence[Oddity], found: Findings | None, out: Weighed) -> None:
