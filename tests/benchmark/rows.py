@@ -49,7 +49,7 @@ ROWS = [
     Row("hf-to-scratch", "hf", "hf-to-scratch {src} {out}", 1.3, 120),
     Row("hf-to-scratch --hash", "hf", "hf-to-scratch {src} {out} --hash", 3.0, 150),
     Row("check --source", "hf", "check {out} --source {src}", 2.0, 150, prepare="hf-to-scratch {src} {out}"),
-    Row("check, with full hashes", "hf", "check {out}", 1.5, 120, prepare="hf-to-scratch {src} {out} --hash"),
+    Row("check, with full hashes", "hf", "check {out}", 2.0, 120, prepare="hf-to-scratch {src} {out} --hash"),
     Row("meta-to-hf", "meta", "meta-to-hf {src} {out}", 1.5, 150, peer="by_hand"),
     Row("hf-to-meta --model-parallel 8", "hf", "hf-to-meta {src} {out} --model-parallel 8", 2.0, 150),
     *_pair("hf-to-scratch --dtype float16", "hf", "hf-to-scratch {src} {out} --dtype float16", 2, 4, 200),
