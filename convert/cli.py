@@ -121,6 +121,8 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
         result = group.main(args, prog_name="convert", standalone_mode=False)
         return int(result) if isinstance(result, int) else 0
     except ConvertError as error:
+        if any(problem.kind == "stdout" for problem in error.problems):
+            _silence_stdout()
         _show(error, debug)
         _show_json(error.problems if as_json else ())
         return error.exit_code
@@ -196,7 +198,7 @@ def _show_json(problems: Sequence[Problem]) -> None:
     value = {"schema": "convert.error/1", "ok": False, "problems": [problem.as_json() for problem in problems]}
     try:
         click.echo(json.dumps(value, indent=2))
-    except BrokenPipeError:
+    except OSError:  # nobody reads, or the disk behind it is full
         _silence_stdout()
 
 

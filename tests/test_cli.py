@@ -384,6 +384,25 @@ def test_a_full_disk_is_one_line(hf, tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("words", [(), ("--json",)])
+@pytest.mark.parametrize("closed", ["full", "pipe"])
+def test_standard_output_that_cannot_be_written(hf, tmp_path, words, closed):
+    """The conversion is complete all the same, and says so where it can; no traceback at the end either."""
+    out = tmp_path / "out"
+    if closed == "full":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, target = os.pipe()
+        os.close(read)
+    command = [*PYTHON, "hf-to-scratch", str(hf), str(out), "--verify", "never", *words]
+    done = subprocess.run(command, stdout=target, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    os.close(target)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert f"the conversion itself is complete: {out}." in done.stderr
+    assert (out / "conversion.json").is_file() and shell("validate", out).returncode == 0
+
+
 def test_version_help_and_no_command(capsys):
     assert call("--version") == 0
     assert "version" in capsys.readouterr().out

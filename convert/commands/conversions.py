@@ -13,7 +13,7 @@ import click
 
 from convert.commands.gguf_options import gguf_options, library_options
 from convert.commands.options import Size, conversion_options, output_options, source_options, stack
-from convert.errors import UsageError
+from convert.errors import ConvertError, Problem, UsageError
 
 if TYPE_CHECKING:
     from convert.plan import ConversionPlan
@@ -141,7 +141,7 @@ def convert(
     if dry_run:
         from convert.commands.dry_run import show_plan
 
-        return show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite, force=force)
+        return show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite, force=force, resume=resume)
     with _progress(plan, quiet=quiet or as_json) as progress:
         summary = run(
             plan,
@@ -155,12 +155,16 @@ def convert(
             progress=progress,
         )
     outcome = _verify(plan, path, verify, names, quiet=quiet or as_json)
-    if as_json:
-        click.echo(json.dumps(summary.as_json() | {"verify": outcome.report}, indent=2))
-    elif not quiet:
-        _tell(plan, summary)
-        if outcome.text:
-            click.echo(outcome.text)
+    try:
+        if as_json:
+            click.echo(json.dumps(summary.as_json() | {"verify": outcome.report}, indent=2))
+        elif not quiet:
+            _tell(plan, summary)
+            if outcome.text:
+                click.echo(outcome.text)
+    except OSError as error:  # nobody reads, or the disk behind it is full
+        said = f"standard output could not be written ({error.strerror}); the conversion itself is complete: {path}."
+        raise ConvertError(Problem("stdout", said)) from error
     return outcome.code
 
 

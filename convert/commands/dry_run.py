@@ -18,13 +18,13 @@ _SHOWN = 16
 
 
 def show_plan(
-    plan: ConversionPlan, out: Path, *, threads: int, as_json: bool, overwrite: bool, force: bool = False
+    plan: ConversionPlan, out: Path, *, threads: int, as_json: bool, overwrite: bool, force: bool, resume: bool = False
 ) -> int:
     """Print what would be read and written, and what would forbid it; returns the exit code that this would have."""
     from convert.decisions import lines
     from convert.report import human_bytes
 
-    forbidden = _forbidden(plan, out, threads=threads, overwrite=overwrite, force=force)
+    forbidden = _forbidden(plan, out, threads=threads, overwrite=overwrite, force=force, resume=resume)
     problems = forbidden.problems if forbidden else ()
     code = forbidden.exit_code if forbidden else 0
 
@@ -90,13 +90,15 @@ def _list(lines: list[str]) -> None:
         click.echo(f"  {line}")
 
 
-def _forbidden(plan: ConversionPlan, out: Path, *, threads: int, overwrite: bool, force: bool) -> ConvertError | None:
+def _forbidden(
+    plan: ConversionPlan, out: Path, *, threads: int, overwrite: bool, force: bool, resume: bool = False
+) -> ConvertError | None:
     """What would stop the conversion before its first byte; None if nothing would."""
     from convert.errors import ConvertError
     from convert.run import check_target, refuse_memory
 
     try:
-        check_target(plan, out, overwrite=overwrite, force=force)
+        check_target(plan, out, overwrite=overwrite, force=force, resume=resume)
         if not force:
             refuse_memory(plan.peak_memory(threads))
     except ConvertError as error:
