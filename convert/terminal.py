@@ -298,7 +298,7 @@ def _diagnose(console: Console, value: Mapping[str, Any], detail: Mapping[str, A
     if value.get("message"):
         _say(console, value["message"])
     for cause in causes[:3]:
-        if cause.get("words") and cause["words"] != value.get("message"):
+        if cause.get("words") and str(cause["words"]).lower() not in str(value.get("message")).lower():
             _say(console, cause["words"])
         if cause.get("fix"):
             _say(console, cause["fix"], style="bold", indent=4)
@@ -354,7 +354,7 @@ def _losses(console: Console, detail: Mapping[str, Any]) -> None:
             lines.append((f"broken on purpose: {control.get('name')}", control["loss"], False))
         lines.sort(key=lambda line: line[1])
         top = max(line[1] for line in lines) or 1.0
-        room = max(8, min(console.width, _WIDTH) - 62)
+        room = 24
         mark = "█" if _can_draw() else "#"
         rows = [
             [
@@ -366,8 +366,8 @@ def _losses(console: Console, detail: Mapping[str, Any]) -> None:
             ]
             for words, loss, explains in lines
         ]
-        length = f"loss, {tokens:,} tokens" if isinstance(tokens, int) else "loss"
-        _bars(console, rows, head=("undone", length))
+        length = f" ({tokens:,} tokens)" if isinstance(tokens, int) else ""
+        _bars(console, rows, head=(f"undone{length}", "loss"))
         if left > 0:
             _say(console, f"… and {left} with a higher loss", style="dim", indent=4)
 

@@ -56,7 +56,7 @@ def test_bars_are_as_long_as_the_losses():
     best, own, worst = (next(line for line in lines if line.startswith(f"  {name}")) for name in names)
     assert "2.900" in best and "5.310" in own and "10.800" in worst
     lengths = [line.count("█") for line in (best, own, worst)]
-    assert lengths[2] == 18 and abs(lengths[0] - 18 * 2.9 / 10.8) <= 1 and abs(lengths[1] - 18 * 5.31 / 10.8) <= 1
+    assert lengths[2] == 24 and abs(lengths[0] - 24 * 2.9 / 10.8) <= 1 and abs(lengths[1] - 24 * 5.31 / 10.8) <= 1
     assert any("convert repair 'my model' OUT --fix unpermute-qk" in line for line in lines)
 
 

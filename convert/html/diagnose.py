@@ -93,7 +93,7 @@ def _causes(causes: Sequence[Mapping[str, Any]], hints: Sequence[Any]) -> Part:
     cards = []
     for cause in causes:
         confidence = cause.get("confidence")
-        sure = f" (confidence {number(confidence)})" if confidence is not None else ""
+        sure = f" (confidence {_sure(confidence)})" if confidence is not None else ""
         loss = f"<p>Loss with it undone: {escape(number(cause['loss']))}.</p>" if cause.get("loss") is not None else ""
         evidence = (
             [f"{k}: {number(v)}" for k, v in cause["evidence"].items()]
@@ -111,6 +111,12 @@ def _causes(causes: Sequence[Mapping[str, Any]], hints: Sequence[Any]) -> Part:
     if len(causes) > 1:
         words = "The evidence does not tell these apart, or more than one holds."
     return "causes", heading, section("causes", heading, words=words, more="".join(cards) + bullets(hints))
+
+
+def _sure(confidence: Any) -> str:
+    """A confidence; what rounds to 1 is still none."""
+    value = finite(confidence)
+    return "above 0.999" if value is not None and value > 0.999 else number(confidence)
 
 
 def _by_length(hypotheses: Sequence[Any]) -> dict[Any, list[Mapping[str, Any]]]:
@@ -195,12 +201,16 @@ def _probe(result: Any, layers: Sequence[Any]) -> Part | None:
         "In a trained model the two rows of one rotary pair have similar norms. Drawn is how unlike the rows of a pair "
         "are, over that of rows paired at random: clearly below 1 is the order the rows are in, and 1 says nothing. "
     )
-    words += f"The rows are in {order} order" if order else "The rows do not tell their order"
+    odd = result.get("odd")
+    if isinstance(odd, Mapping) and odd:
+        words += "The rows are in: " + ", ".join(f"{_ROWS.get(str(k), k)} {v}" for k, v in odd.items())
+    else:
+        words += f"The rows are in {order} order" if order else "The rows do not tell their order"
     if result.get("expected"):
         words += f"; the layout says {result['expected']}"
     words += "."
     if result.get("confidence"):
-        words += f" Confidence: {number(result['confidence'])}."
+        words += f" Confidence: {_sure(result['confidence'])}."
     head = ["rows of", "order", "halves", "interleaved"]
     known = [_evidence(name, result[key]) for key, name in _ROWS.items() if isinstance(result.get(key), Mapping)]
     more = table(head, known, caption="Unlikeness over that of random pairs", words=2) if known else ""

@@ -17,12 +17,12 @@ from tests.html.browser import Browser, find_browser
 from tests.html.synthetic import diagnose_result, diff_result, verify_result
 
 PAGES = {
-    "pass": verify_result,
+    "pass": lambda: verify_result(layers=8),
     "fail": lambda: verify_result("fail", layers=126, positions=1500),
     "weak": lambda: verify_result("weak", layers=2, positions=17),
-    "broken": diagnose_result,
+    "broken": lambda: diagnose_result(layers=8),
     "good": lambda: diagnose_result("good", against=False),
-    "diff": lambda: diff_result(layers=40),
+    "diff": lambda: diff_result(layers=12),
 }
 LOOKS = [(1600, False), (1600, True), (800, False), (375, False), (375, True)]
 

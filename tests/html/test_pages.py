@@ -158,7 +158,9 @@ def test_hostile_names_in_drawings():
 
 
 def test_the_same_result_gives_the_same_bytes(tmp_path):
-    code = "from convert.html import render; from tests.html.synthetic import *; print(render(diagnose_result(layers=3)))"
+    code = (
+        "from convert.html import render; from tests.html.synthetic import *; print(render(diagnose_result(layers=3)))"
+    )
     root = Path(__file__).parents[2]
     pages = []
     for seed in ("1", "2"):
