@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @source_options
 @output_options
 def command(src: str, tensors: bool, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
-    """Say what the checkpoint SRC (a folder or a file) is; reads headers only."""
+    """Say what the checkpoint SRC (a folder or a file) is, from its headers and at most 48 MB of samples."""
     from convert.inspect import inspect
 
     found = inspect(src, **{k: v for k, v in options.items() if v is not None})
