@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,7 +158,7 @@ class Measured:
         controls: Of A's with each fault.
         noises: Of A's with rounded weights, and of B's, from their own.
         floor: Of A's with bfloat16's rounding of its weights.
-        steps: The hidden states.
+        steps: The hidden states; none where the two sides have other numbers of layers or widths.
         cures: What was the matter, where a control undoes the difference.
         sample: The same few logits of ``a``, ``b`` and every control.
     """
@@ -223,10 +224,11 @@ class Measurement:
 
     def _steps_together(self) -> list[Step]:
         out = []
-        for name, _ in zip(self.a.steps(), self.b.steps(), strict=True):
+        for name, other in zip_longest(self.a.steps(), self.b.steps()):
             self.on_step(f"{name} of {self.a.model.n_layers} done" if name != "embed" else "layer by layer, A and B")
-            out.append(self._step(name, self._within_a(), self.a["base"].joined[0]))
-        return out
+            if name and other:
+                out.append(self._step(name, self._within_a(), self.a["base"].joined[0]))
+        return self._comparable(out)
 
     def _steps_in_turn(self) -> list[Step]:
         self.on_step("loading A")
@@ -236,7 +238,13 @@ class Measurement:
         self.on_step("loading B")
         self.b.model.fill()
         self.on_step("running B")
-        return [self._step(*before) for before, _ in zip(kept, self.b.steps(), strict=True)]
+        found = zip_longest(kept, self.b.steps())
+        return self._comparable([self._step(*before) for before, other in found if before and other])
+
+    def _comparable(self, steps: list[Step | None]) -> list[Step]:
+        """All steps, or none where the two sides have other numbers of layers or widths."""
+        same = self.a.model.n_layers == self.b.model.n_layers
+        return [step for step in steps if step is not None] if same else []
 
     def _within_a(self) -> tuple[Apart, list[Apart]]:
         """How far A's rounded run and its controls lie from A."""
@@ -244,9 +252,11 @@ class Measurement:
         controls = [apart(base, self.a[control.name].joined[0]) for control in self.a.controls]
         return apart(base, self.a["rounded"].joined[0]), controls
 
-    def _step(self, name: str, within_a: tuple[Apart, list[Apart]], base: Tensor) -> Step:
+    def _step(self, name: str, within_a: tuple[Apart, list[Apart]], base: Tensor) -> Step | None:
         noise, controls = within_a
         other = self.b["base"].joined[0]
+        if other.shape != base.shape:
+            return None
         noises = [noise, apart(other, self.b["rounded"].joined[0])] if self.b.changes else [noise]
         return Step(name, apart(base, other), noises, controls)
 

@@ -163,6 +163,7 @@ class Evidence:
         tolerance: The largest acceptable NMSE of one position.
         sample: A few logits of ``a``, ``b`` and ``control``, the same ones of each.
         tokens: The text of each position, where there is one.
+        absent: Why there are no layers, if there are none.
     """
 
     sides: dict[str, Any] = field(default_factory=dict)
@@ -171,6 +172,7 @@ class Evidence:
     tolerance: float | None = None
     sample: dict[str, list[float]] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
+    absent: str = "The program that ran A shows no hidden states."
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ class VerifyResult:
             last = {"name": "logits", "error": self.distance.nmse, "noise": self.noise}
             found["layers"].append(last | {"control": control.nmse if control else None})
         else:
-            found["absent"] = {"layers": "The program that ran A shows no hidden states."}
+            found["absent"] = {"layers": seen.absent}
         return found
 
 

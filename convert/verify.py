@@ -212,6 +212,7 @@ class _Verification:
             tolerance=tolerance,
             sample=shown,
             tokens=self.tokens,
+            absent="A and B have different numbers of layers, or hidden states of different widths.",
         )
 
     def _explain_fail(

@@ -343,6 +343,17 @@ def test_tensors_that_do_not_fit_the_model_are_refused_before_anything_is_read()
         LayeredModel(broken)
 
 
+@pytest.mark.parametrize("way", [False, True])
+def test_sides_of_other_depths_and_widths_differ(way):
+    """Their hidden states cannot be compared, which is said."""
+    a = stand_in()
+    for other in (replace(get_shape("gqa8"), layers=3), replace(get_shape("gqa8"), hidden=48, ff=80)):
+        for one, second in ((a, stand_in(other)), (stand_in(other), a)):
+            got = verify(one, second, device="cpu", layerwise=way)
+            assert (got.verdict, got.departs) == ("fail", None)
+            assert "different numbers of layers" in got.detail()["absent"]["layers"]
+
+
 def test_nan_in_a_layer_never_passes():
     def change(state: Tensors) -> None:
         state["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
