@@ -16,7 +16,7 @@ from convert.faults import FAULTS, parse_fix
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
-    from convert.hypotheses import Findings, Trial
+    from convert.findings import Findings, Trial
     from convert.oddities import Oddity
     from convert.qk_probe import Probe
 
@@ -125,8 +125,10 @@ def _by_runs(ckpt: Checkpoint, found: Findings) -> list[Cause]:
     best = found.cause
     if best is None:
         return []
-    rivals = found.rivals
+    rivals = list({r.name: r for r in (*best.rivals, *found.rivals)}.values())
     sure = (1.0 - min(best.gain.chance, 1.0)) / (1 + len(rivals))
+    if best.doubtful:
+        sure = min(sure, _BESIDES)
     out = []
     for case in best.cases:
         out.append(Cause(case.name, case.words, sure, _evidence(best), best.loss, command(ckpt, best.fixes)))
@@ -144,6 +146,8 @@ def _evidence(trial: Trial) -> list[str]:
         said.append(f"the same model in other words: {', '.join(trial.equal)}")
     if len(trial.cases) > 1:
         said.append("undone together")
+    if trial.doubtful:
+        said.append("other faults undone on top of it help, too: the fault may be one that is not known here")
     return said
 
 

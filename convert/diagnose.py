@@ -21,7 +21,7 @@ from convert.qk_probe import Probe, probe
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
-    from convert.hypotheses import Findings
+    from convert.findings import Findings
 
 SCHEMA = "convert.diagnose/1"
 EXIT_CODES = {"good": 0, "broken": 1, "undecided": 3}

@@ -168,7 +168,7 @@ def _thetas(ckpt: Checkpoint) -> list[str]:
     found = []
     for kind, old in undo.settings(ckpt).items():
         known = {float(size["rope_theta"]) for size in ckpt.table.sizes.values() if "rope_theta" in size}
-        tried = {*THETAS, *known, old["rope_theta"] / 5, old["rope_theta"] * 5} - {old["rope_theta"]}
+        tried = {*THETAS, *known, *(old["rope_theta"] * factor for factor in (0.2, 0.5, 2, 5))} - {old["rope_theta"]}
         found += [f"{_prefix(kind)}{theta:.10g}" for theta in sorted(tried) if theta >= 1000]
     return found
 

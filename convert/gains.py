@@ -30,14 +30,14 @@ class Gain:
         high: Upper end.
         chance: How probable such a gain is where there is none (the larger of Student's and the bootstrap's, as far
             as that can tell).
-        peak: The largest difference of one token.
+        worse: The same of a loss: near 0 where the second run is worse beyond doubt.
     """
 
     mean: float
     low: float
     high: float
     chance: float
-    peak: float
+    worse: float
 
     def beyond(self, margin: float, chance: float) -> bool:
         """Whether it is larger than ``margin`` and hardly by chance."""
@@ -76,5 +76,5 @@ def gain(before: Losses, after: Losses, *, seed: int = 0) -> Gain:
         low=float(low),
         high=float(high),
         chance=max(student(parts), bootstrap),
-        peak=float(np.abs(differences).max()),
+        worse=max(student(-parts), float((means >= 0).mean())),
     )

@@ -86,7 +86,7 @@ def key_heads(ckpt: Checkpoint, count: int, *, back: bool = False) -> View | Non
 def wrong_head_counts(ckpt: Checkpoint) -> list[int]:
     """Head counts that converters have given K by mistake: Q's, and Q's over K's (llama.cpp, 2023)."""
     query, key = (int(ckpt.dims.get(name) or 0) for name in ("H", "K"))
-    if not ckpt.table.has_rope or not key or query == key:
+    if not ckpt.table.has_rope or not key:
         return []
     return sorted({query, query // key} - {key, 0})
 
