@@ -218,6 +218,18 @@ class Claim:
         remove(old)
 
 
+def sweep(out: Path, *, single: bool) -> None:
+    """Remove a partial folder in which nothing lies any more: its run was killed when all but that was done."""
+    folder = partial_folder(out, single=single)
+    try:
+        spent = not folder.is_symlink() and set(os.listdir(folder)) <= {LOCK_NAME}
+    except OSError:
+        return
+    if spent:
+        with contextlib.suppress(ConvertError):  # somebody is about to write there
+            Claim(out, single=single).abandon()
+
+
 def is_moved(path: Path, identity: list[int]) -> bool:
     """Whether a file is the one that a killed run had moved there (``[inode, bytes]``)."""
     try:

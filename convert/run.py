@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from convert.choices import require_choice
-from convert.claim import Claim
-from convert.errors import ConvertError, Problem
+from convert.claim import Claim, sweep
+from convert.errors import ConvertError, Problem, UsageError
 from convert.io_errors import TRANSIENT, reading, writing
 from convert.journal import JOURNAL_NAME, Journal, fingerprint
 from convert.output import check_target, write_sidecar
@@ -113,7 +113,11 @@ def run(
     """
     require_choice("check", check, CHECKS)
     plan.bind(out)
-    check_target(plan, out, overwrite=overwrite, force=force, resume=resume)
+    try:
+        check_target(plan, out, overwrite=overwrite, force=force, resume=resume)
+    except UsageError:
+        sweep(out, single=plan.single_file)
+        raise
     if not force:
         refuse_memory(plan.peak_memory(threads))
     keep_freed_memory()

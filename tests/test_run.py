@@ -368,3 +368,38 @@ def test_a_pool_is_closed_after_a_conversion(made, tmp_path, monkeypatch):
     monkeypatch.setattr(FilePool, "close", lambda self: (closed.append(self), real(self)))
     convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch")
     assert closed
+
+
+# --- the full check ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["scratch", "meta", "gguf"])
+def test_the_full_check_sees_any_byte(tmp_path, monkeypatch, target):
+    """A bit that the samples do not reach; and bytes around the tensors."""
+    made = make_hf(tmp_path / "source", Shape(64, 8, 2, 8, 96, 4096), dtype="float32")
+    options = {"tokenizer": False, "type": "q8_0"} if target == "gguf" else {}
+    name = "out.gguf" if target == "gguf" else "out"
+    plan = convert.plan_conversion(made.path, target, **options)
+    plan.bind(tmp_path / name)
+    file = plan.files[0]
+    largest = max(file.entries, key=lambda e: e.nbytes)
+    at = file.offsets[largest.name] + largest.nbytes // 2 + 1
+
+    def edit(writer):
+        byte = bytearray(1)
+        writer_read = pieces.read_at(writer.fds[0], memoryview(byte), at)
+        assert writer_read == 1
+        write_at(writer.fds[0], bytes([byte[0] ^ 1]), at)
+
+    with monkeypatch.context() as patch:
+        corrupt(patch, edit)
+        with pytest.raises(ConvertError, match="the check after writing failed") as caught:
+            run(plan, tmp_path / name, check="full")
+        assert largest.name in str(caught.value) and "1 bytes" in str(caught.value)
+    assert not left(tmp_path)
+    summary = run(plan, tmp_path / name, check="full")
+    assert summary.checked == "full" and summary.checked_blocks == sum(len(f.entries) for f in plan.files)
+    assert summary.as_json()["check"] == "full"
+    plan.source.close()
+    with pytest.raises(convert.UsageError, match="check"):
+        convert.convert_checkpoint(made.path, tmp_path / "x", to="scratch", check="some")

@@ -1,0 +1,160 @@
+"""How an output gets its name, step by step, and what a killed run leaves is known for what it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import convert
+from convert import claim, platform
+from convert.claim import Claim
+from convert.errors import ConvertError, UsageError
+from convert.journal import JOURNAL_NAME
+from convert.output import LOCK_NAME, refuse_names
+from convert.run import run
+from tests.fixtures import make_hf
+
+
+@pytest.fixture
+def plan(tmp_path):
+    found = convert.plan_conversion(make_hf(tmp_path / "source", "gqa8").path, "scratch")
+    yield found
+    found.source.close()
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+def prepared(out: Path) -> Claim:
+    made = Claim(out, single=False)
+    (made.folder / JOURNAL_NAME).write_bytes(b"x\n")
+    (made.folder / "config.json").write_bytes(b"new")
+    (made.folder / "conversion.json").write_bytes(b"{}")
+    return made
+
+
+def test_neither_lock_nor_journal_get_into_the_output(tmp_path):
+    prepared(tmp_path / "out").commit()
+    assert names(tmp_path) == {"out"} and names(tmp_path / "out") == {"config.json", "conversion.json"}
+
+
+@pytest.mark.parametrize("how", ["in one step", "in two"])
+def test_a_folder_is_replaced(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(platform, "DISABLED", set() if how == "in one step" else {"renameat2"})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old.json").write_bytes(b"old")
+    prepared(tmp_path / "out").commit()
+    assert names(tmp_path) == {"out"} and names(tmp_path / "out") == {"config.json", "conversion.json"}
+
+
+def test_at_no_moment_is_there_no_output(tmp_path, monkeypatch):
+    """Where the system can exchange names: whoever looks finds the old folder or the new one."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_bytes(b"old")
+    seen = []
+    for name in ("replace", "rename", "unlink", "rmdir"):
+        real = getattr(os, name)
+
+        def watch(*args, real=real, **options):
+            seen.append((tmp_path / "out" / "config.json").read_bytes())
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, watch)
+    if not platform.exchange(tmp_path / "out", tmp_path / "out"):
+        pytest.skip("this system cannot exchange names")
+    prepared(tmp_path / "out").commit()
+    assert b"old" in seen and b"new" in seen
+
+
+def test_exchange_and_its_absence(tmp_path, monkeypatch):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.write_bytes(b"1")
+    b.write_bytes(b"2")
+    if platform.exchange(a, b):
+        assert (a.read_bytes(), b.read_bytes()) == (b"2", b"1")
+        with pytest.raises(OSError, match="No such file"):
+            platform.exchange(a, tmp_path / "nothing")
+    monkeypatch.setattr(platform, "DISABLED", {"renameat2"})
+    before = a.read_bytes()
+    assert platform.exchange(a, b) is False and a.read_bytes() == before
+
+
+def test_killed_while_the_old_folder_is_removed(plan, tmp_path, monkeypatch):
+    """After the exchange the old output lies in the partial folder, marked as ours: the next run clears it away."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"old")
+    monkeypatch.setattr(claim, "_clear", lambda folder: None)
+    run(plan, tmp_path / "out", overwrite=True)
+    monkeypatch.undo()
+    if "out.partial" not in names(tmp_path):
+        pytest.skip("this system cannot exchange names")
+    assert names(tmp_path / "out.partial") == {"model.safetensors", LOCK_NAME}
+    run(plan, tmp_path / "out", overwrite=True)
+    assert names(tmp_path) == {"source", "out"} and LOCK_NAME not in names(tmp_path / "out")
+
+
+def test_a_spent_partial_folder_is_swept_away(plan, tmp_path):
+    """Killed when only the lock was left to remove: the next run, which finds the output there, removes it."""
+    run(plan, tmp_path / "out")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / LOCK_NAME).touch()
+    with pytest.raises(UsageError, match="exists already"):
+        run(plan, tmp_path / "out")
+    assert names(tmp_path) == {"source", "out"}
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").touch()  # the control
+    with pytest.raises(UsageError, match="exists already"):
+        run(plan, tmp_path / "out")
+    assert names(tmp_path) == {"source", "out", "out.partial"}
+
+
+def test_the_folder_is_locked_too_until_it_has_its_name(tmp_path, monkeypatch):
+    """Nobody takes the partial folder over between the end of the lock file and the rename."""
+    made = prepared(tmp_path / "out")
+    real, refused = os.replace, []
+
+    def replace(a, b):
+        try:
+            Claim(tmp_path / "out", single=False)
+        except ConvertError as error:
+            refused.append(error.problems[0].kind)
+        real(a, b)
+
+    monkeypatch.setattr(os, "replace", replace)
+    made.commit()
+    assert refused == ["busy"] and names(tmp_path / "out") == {"config.json", "conversion.json"}
+
+
+def test_a_place_where_no_folder_can_be_made(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", full)
+    with pytest.raises(ConvertError, match="No space left") as caught:
+        Claim(tmp_path / "a" / "b" / "out", single=False)
+    assert caught.value.problems[0].kind == "disk_full"
+    monkeypatch.undo()
+    assert not names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["con", "NUL.gguf", "Lpt1", "a:b", "what?", "end.", "end ", 'a"b', "a\x07b", "com9.x.y"]
+)
+def test_names_that_windows_has_other_uses_for(plan, name):
+    with pytest.raises(UsageError, match="Windows"):
+        refuse_names(plan, Path("folder") / name / "out", windows=True)
+    refuse_names(plan, Path("folder") / name / "out", windows=False)  # a name like any other elsewhere
+
+
+@pytest.mark.parametrize("name", ["console", "out", "lpt10", "a.b", "..", "model-1.0", "com"])
+def test_names_that_windows_takes(plan, name):
+    refuse_names(plan, Path("folder") / name / "out", windows=True)
+
+
+def test_names_that_differ_only_in_capitals(plan):
+    plan.sidecars["Model.Safetensors"] = b""
+    with pytest.raises(UsageError, match="capitals"):
+        refuse_names(plan, Path("out"), windows=False)

@@ -1,0 +1,62 @@
+"""The scripts of ``tests/trust``, a little of each; all of it with ``--all``."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from convert import journal, plan, writer
+from tests.trust import faults, kill_points
+from tests.trust.kinds import KINDS
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the scripts kill children")
+
+#: One of each way that an output gets its name: a folder, files of one set, replacing a folder.
+FEW = ("hf-to-scratch --format pth", "hf-to-gguf, split", "hf-to-scratch --overwrite")
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch):
+    """The scripts make pieces small; the sizes of before come back afterwards."""
+    for module, name in ((plan, "PIECE_BYTES"), (writer, "COPY_BYTES"), (journal, "BATCH_BYTES")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
+def kind(name):
+    return next(k for k in KINDS if k.name == name)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_killed_and_resumed(tmp_path, name):
+    counts = kill_points.disturb(kind(name), tmp_path, 4, seed=os.getpid())
+    assert counts["killed"] >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [k.name for k in KINDS])
+def test_killed_at_200_points_and_resumed(tmp_path, name):
+    counts = kill_points.disturb(kind(name), tmp_path, 200)
+    assert counts["killed"] >= 200 and counts["resumed in the middle"] >= 50
+
+
+@pytest.mark.parametrize("fault", ["writes that fail", "reads that fail", "in parts", "missing", "change"])
+def test_faults(tmp_path, fault):
+    found = faults.inject(kind("hf-to-scratch --format pth"), tmp_path, fault, every=31)
+    assert sum(found.values()) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [k.name for k in KINDS])
+def test_all_faults(tmp_path, name):
+    assert sum(faults.inject(kind(name), tmp_path).values()) >= 150
+
+
+def test_a_run_that_writes_in_place_is_caught(tmp_path, monkeypatch):
+    """The control: without the partial folder, kills leave half an output, and the script says so."""
+    from convert import claim
+
+    monkeypatch.setattr(claim, "partial_folder", lambda out, single: out)
+    monkeypatch.setattr(claim.Claim, "commit", lambda self, announce=None: self._close())
+    with pytest.raises((AssertionError, RuntimeError)):
+        kill_points.disturb(kind("hf-to-scratch"), tmp_path, 20)
