@@ -191,3 +191,18 @@ def test_diagnose_against_names_the_cause_and_the_command(goods, tmp_path, capsy
     assert main(cli, ["diagnose", str(good), "--against", str(good), "--json", *ids]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["verdict"] == "good" and not said["causes"] and not said["against"]["differs"]
+
+
+def test_k_quants_are_no_fault_and_one_behind_them_is_found(tmp_path):
+    from convert.quants import writable_types
+
+    if "Q4_K" not in writable_types():
+        pytest.skip("K types cannot be written here")
+    good = make_hf(tmp_path / "good", "kquant").path
+    made = form(good, tmp_path / "same", "gguf", {"type": "q4_k_m"})
+    assert not compare_against(made, good, run=False).differs
+    plant(good, tmp_path / "broken", "qk-left-permuted")
+    broken = form(tmp_path / "broken", tmp_path / "made", "gguf", {"type": "q4_k_m"})
+    found = compare_against(broken, good, run=False)
+    # interleaved once more on the way into the GGUF file; its rows are the same blocks in another order
+    assert found.explained and found.found.fixes == ["permute-qk"]
