@@ -156,6 +156,8 @@ class Claim:
                 os.replace(self.folder, self.out)
             self.done = True
             sync_folder(self.out.parent)
+        for folder in self._made:  # their own names have to last, too
+            sync_folder(folder.parent)
         self._close()
 
     def _move_files(self, announce: Callable[[Mapping[str, list[int]]], None] | None) -> None:
@@ -220,10 +222,10 @@ class Claim:
 
 def sweep(out: Path, *, single: bool) -> None:
     """Remove a partial folder in which nothing lies any more: its run was killed when all but that was done."""
-    folder = partial_folder(out, single=single)
     try:
+        folder = partial_folder(out, single=single)
         spent = not folder.is_symlink() and set(os.listdir(folder)) <= {LOCK_NAME}
-    except OSError:
+    except (OSError, RuntimeError):  # a link that goes in circles
         return
     if spent:
         with contextlib.suppress(ConvertError):  # somebody is about to write there
