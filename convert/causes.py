@@ -220,10 +220,10 @@ def _add_comparison(ckpt: Checkpoint, compared: Any, out: Weighed) -> None:
         out.causes = []
         return
     found, ran = compared.found, {cause.fault: cause.loss for cause in out.causes}
-    named = [*(agreement.case for agreement in found.undone)]
+    named = [agreement.case for agreement in found.undone]
     causes = [Cause(name, FAULTS[name].words, 0.99, [words], ran.get(name)) for name, words in found.lost]
     for case, equal in zip(named, found.equal, strict=True):
-        said = [compared.message(), *compared.where()]
+        said = [compared.message()]
         if equal:
             said.append(f"the same model in other words: {', '.join(equal)}")
         sure = 0.999 if compared.explained else 0.9
@@ -233,6 +233,7 @@ def _add_comparison(ckpt: Checkpoint, compared: Any, out: Weighed) -> None:
         out.hints += [f"Not borne out by the good copy: {c.words}." for c in others]
         out.causes = causes
     else:
-        out.hints += [compared.message(), *compared.where()]
+        out.hints.append(compared.message())
+    out.hints += compared.where()
     if found.left and causes:
         out.hints.append(f"Not explained: {', '.join(found.left[:6])}{' …' if len(found.left) > 6 else ''}.")
