@@ -271,8 +271,9 @@ class _Search:
         for trial in trials:
             if best is None or trial is best or trial.tokens != best.tokens:
                 continue
-            if float(np.abs(trial.losses - best.losses).max()) < EQUAL:
-                best.equal.append(trial.fixes[0] if len(trial.fixes) == 1 else " ".join(trial.fixes))
+            same = next((t for t in (best, *rivals) if float(np.abs(trial.losses - t.losses).max()) < EQUAL), None)
+            if same is not None:
+                same.equal.append(" ".join(trial.fixes))
             elif not gain(trial.losses, best.losses).beyond(0.0, BETTER) and trial.name != best.name:
                 rivals.append(trial)
         base = max(self.bases.values(), key=len)
