@@ -108,8 +108,19 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(run(cli, argv))
+    """The console script; under torchrun or srun, one of several ranks."""
+    from convert.ranks import place
+
+    try:
+        at = place()
+    except ConvertError as error:
+        _show(error, False)
+        sys.exit(error.exit_code)
+    if at is None:
+        sys.exit(run(cli, argv))
+    from convert.ranks.command import run_rank
+
+    sys.exit(run_rank(run, cli, sys.argv[1:] if argv is None else argv, at))
 
 
 def run(group: click.Command, argv: Sequence[str] | None = None) -> int:

@@ -73,6 +73,7 @@ class Journal:
         folder: The partial folder.
         identity: From :func:`fingerprint`.
         resume: Take over what an earlier run listed there.
+        name: Its file; each rank of a run by several has its own (:mod:`convert.ranks.journals`).
 
     Attributes:
         finished: What the earlier run had finished.
@@ -82,10 +83,15 @@ class Journal:
         ConvertError: The earlier run was of another source or plan; what differs is said.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
-        self.path = folder / JOURNAL_NAME
+    def __init__(self, folder: Path, identity: Mapping[str, Any], *, resume: bool, name: str = JOURNAL_NAME) -> None:
+        self.path = folder / name
         self.finished = Finished()
         self.moved: dict[str, list[int]] = {}
+        if resume:
+            from convert.ranks.journals import join_parts
+
+            with writing(self.path):
+                join_parts(folder)
         kept = _read(self.path) if resume else None
         if kept is not None:
             _refuse_other(folder, kept[0], identity)
@@ -212,6 +218,12 @@ def read_commit(folder: Path) -> dict[str, list[int]]:
     return kept[2] if kept else {}
 
 
+def read_journal(folder: Path) -> tuple[dict[str, Any], Finished] | None:
+    """Fingerprint of the run that holds a partial folder, and what it found finished; None without a journal."""
+    kept = _read(folder / JOURNAL_NAME)
+    return (kept[0], kept[1]) if kept else None
+
+
 _Kept = tuple[dict[str, Any], Finished, dict[str, list[int]], int]
 
 
@@ -290,14 +302,15 @@ def _refuse_other(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) 
     raise ConvertError(
         Problem(
             "resume",
-            f"{folder} cannot be continued: it was begun otherwise ({'; '.join(_differences(old, new)[:5])}).",
+            f"{folder} cannot be continued: it was begun otherwise ({'; '.join(differences(old, new)[:5])}).",
             file=str(folder),
             hint="Without --resume it is cleared away and the conversion starts anew.",
         )
     )
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """How two fingerprints differ, in words; never empty."""
     out = []
     if old.get("tool") != new["tool"]:
         out.append(f"by version {old.get('tool')}, this is {new['tool']}")

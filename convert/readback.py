@@ -8,7 +8,6 @@ is :mod:`convert.verify`'s business.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,7 @@ def read_back(plan: ConversionPlan, folder: Path, writer: Writer, *, full: bool 
         ConvertError: Something is not as planned.
     """
     fds = writer.fds
-    for file, fd in zip(plan.files, fds, strict=True):
+    for file, fd in zip(plan.files, fds, strict=True) if writer.leads else ():
         size = os.fstat(fd).st_size
         if size != file.size:
             raise _failed(file.name, f"has {size:,} bytes, planned were {file.size:,}")
@@ -58,14 +57,14 @@ def read_back(plan: ConversionPlan, folder: Path, writer: Writer, *, full: bool 
     chosen = plan.outputs
     if len(chosen) > BLOCKS:
         chosen = [chosen[i] for i in sorted({int(x) for x in np.linspace(0, len(chosen) - 1, BLOCKS)})]
-    return sum(_compare_block(plan, fds, output, number) for number, output in enumerate(chosen))
+    return sum(_compare_block(plan, writer, output, number) for number, output in enumerate(chosen))
 
 
 def _compare_all(plan: ConversionPlan, folder: Path, writer: Writer, threads: int) -> int:
     """Every tensor, and everything around the tensors."""
     for number, (file, fd) in enumerate(zip(plan.files, writer.fds, strict=True)):
         forget_cached(fd)  # what was synced is now read from where it was written to
-        for offset, data in file.frame(writer.crcs(number)):
+        for offset, data in file.frame(writer.crcs(number)) if writer.leads else ():
             found = bytearray(len(data))
             if read_at(fd, memoryview(found), offset) != len(data) or found != data:
                 raise _failed(file.name, f"differs from the plan in the {len(data):,} bytes at {offset:,}")
@@ -73,7 +72,7 @@ def _compare_all(plan: ConversionPlan, folder: Path, writer: Writer, threads: in
     def place(target: Target) -> tuple[int, int]:
         return writer.fds[target.file], plan.files[target.file].offsets[target.name]
 
-    result = rederive(plan, place, threads=threads, cancel=writer.cancel)
+    result = rederive(plan, place, threads=threads, cancel=writer.cancel, chosen=writer.mine)
     if writer.cancel.is_set():
         raise writer.cancelled
     if result.differences:
@@ -85,7 +84,7 @@ def _compare_all(plan: ConversionPlan, folder: Path, writer: Writer, threads: in
                 for d in result.differences
             ]
         )
-    return result.tensors
+    return result.tensors if writer.leads else 0  # a tensor may be compared by several ranks
 
 
 def read_beside(plan: ConversionPlan, folder: Path) -> None:
@@ -112,7 +111,7 @@ def _compare_header(file: FileLayout, path: Path) -> None:
             raise _failed(file.name, f"does not hold {entry.name!r} as planned")
 
 
-def _compare_block(plan: ConversionPlan, fds: Sequence[int], output: Output, number: int) -> int:
+def _compare_block(plan: ConversionPlan, writer: Writer, output: Output, number: int) -> int:
     source = output.source
     rows = source.shape[0]
     step = min(rows, max(source.align, _BLOCK_BYTES // max(1, source.row_bytes) // source.align * source.align))
@@ -120,6 +119,8 @@ def _compare_block(plan: ConversionPlan, fds: Sequence[int], output: Output, num
         return 0
     blocks = max(1, rows // step)
     start = (number * 7919 % blocks) * step  # another place in each tensor
+    if not writer.mine(output, start):
+        return 0
     block = source.read(start, min(start + step, rows))
     for target in output.targets:
         part = block if target.columns is None else block[:, slice(*target.columns)]
@@ -127,7 +128,7 @@ def _compare_block(plan: ConversionPlan, fds: Sequence[int], output: Output, num
         row = len(wanted) // len(block)
         file = plan.files[target.file]
         found = bytearray(len(wanted))
-        read_at(fds[target.file], memoryview(found), file.offsets[target.name] + start * row)
+        read_at(writer.fds[target.file], memoryview(found), file.offsets[target.name] + start * row)
         if found != wanted:
             raise _failed(file.name, f"differs from the source in {target.name!r} at row {start}")
     return 1

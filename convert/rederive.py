@@ -75,6 +75,7 @@ def rederive(
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
+    chosen: Callable[[Output, int], bool] | None = None,
 ) -> Rederived:
     """Compute every tensor of ``plan`` again and compare it with the bytes at its place.
 
@@ -84,6 +85,7 @@ def rederive(
         threads: Workers; memory grows by some pieces of :data:`COMPARE_BYTES` with each.
         progress: Called with the bytes compared since the last call, from any thread.
         cancel: When set, the comparison ends early with what it has.
+        chosen: Whether the piece of an output that begins at a row is compared; all are, where this is not given.
 
     Raises:
         ConvertError: The source cannot be read, or holds values that cannot be written.
@@ -94,6 +96,8 @@ def rederive(
         pending: set[Future[None]] = set()
         try:
             for piece in job.pieces():
+                if chosen is not None and not chosen(piece[0], piece[1]):
+                    continue
                 if len(pending) >= 4 * threads:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def run(
     check: str = "sampled",
     progress: Progress | None = None,
     cancel: threading.Event | None = None,
+    writer_type: Callable[..., Writer] = Writer,
 ) -> Summary:
     """Carry out ``plan``.
 
@@ -104,6 +106,7 @@ def run(
             byte.
         progress: Called with the number of bytes written since the last call.
         cancel: When set, work stops and the partial output is removed (kept with ``resume``).
+        writer_type: Makes the writer; that of several ranks writes a share (:mod:`convert.ranks`).
 
     Raises:
         UsageError: The output may not be written, or ``check`` has no such value.
@@ -134,11 +137,11 @@ def run(
         with writing(claim.folder):
             claim.take_back(journal.moved)
             claim.clear(keep={*(f.name for f in plan.files), JOURNAL_NAME})
-        writer = Writer(plan, claim.folder, progress, cancel or threading.Event(), journal)
+        writer = writer_type(plan, claim.folder, progress, cancel or threading.Event(), journal)
         found = writer.write(threads, hashes=hashes)
         losses = writer.losses()  # the check reads, and so counts, again
         with reading(claim.folder):
-            checked = read_back(plan, claim.folder, writer, full=check == "full", threads=threads)
+            checked = writer.together(read_back(plan, claim.folder, writer, full=check == "full", threads=threads))
             seal(plan, claim.folder, found, losses=losses)  # after the check, which names damage better
         for name, value in plan.sidecars.items():
             write_sidecar(claim.folder, name, value)
@@ -156,7 +159,7 @@ def run(
         if journal is not None:
             journal.close(keep=keep)
         if writer is not None:
-            writer.close()
+            writer.stop(error)
         raise _ended(error, claim, keep=keep) from error.__cause__
     notes = list(plan.notes)
     if count := losses.get("underflowed"):

@@ -58,14 +58,14 @@ class Writer:
         journal: Where finished pieces are listed; those that it lists already are compared instead of written.
 
     Attributes:
-        cancelled: What is raised when ``cancel`` was set.
         fds: Descriptors of the plan's files, in their order.
         casts: Every source that narrows values.
         found: Bytes that an earlier run had written and that are right.
         redone: Bytes that it had listed, and that were not there or not right.
     """
 
-    cancelled = Cancelled
+    #: Whether this writer answers for the files' sizes and headers (of several ranks one does).
+    leads = True
 
     def __init__(
         self,
@@ -90,6 +90,23 @@ class Writer:
         self._crcs: list[dict[str, list[tuple[int, int, int]]]] = [{} for _ in plan.files]
         self._lock = threading.Lock()
         self._hasher: Hasher | None = None
+
+    @property
+    def cancelled(self) -> BaseException:
+        """What is raised when ``cancel`` was set."""
+        return Cancelled()
+
+    def mine(self, output: Output, row: int) -> bool:
+        """Whether this row of an output is this writer's to write and to check."""
+        return True
+
+    def together(self, checked: int) -> int:
+        """How many blocks have been checked, by all that write."""
+        return checked
+
+    def stop(self, error: BaseException) -> None:
+        """The run has failed: end what goes on, and close the files."""
+        self.close()
 
     def close(self) -> None:
         """Close the files."""

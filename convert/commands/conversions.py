@@ -123,7 +123,7 @@ def convert(
 ) -> int:
     """Plan, convert, check, and verify where asked; returns the exit code."""
     from convert.conversion import plan_conversion
-    from convert.run import run
+    from convert.ranks import carry_out
 
     names = options.get("names")
     if tokenizer is not None and no_tokenizer:
@@ -143,7 +143,7 @@ def convert(
 
         return show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite, force=force, resume=resume)
     with _progress(plan, quiet=quiet or as_json) as progress:
-        summary = run(
+        summary = carry_out(
             plan,
             path,
             threads=threads,
@@ -154,6 +154,8 @@ def convert(
             check=check,
             progress=progress,
         )
+    if summary is None:  # another rank speaks for all
+        return 0
     outcome = _verify(plan, path, verify, names, quiet=quiet or as_json)
     try:
         if as_json:
