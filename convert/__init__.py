@@ -26,6 +26,7 @@ _HOMES = {
     "diff": "convert.diff",
     "compare_tensors": "convert.tensor_comparison",
     "verify_engine": "convert.verify_engine",
+    "push": "convert.hub.push",
     "repair": "convert.repair",
     "generate": "convert.generate",
     "load_into": "convert.modules",
@@ -55,6 +56,7 @@ __all__ = [
     "no_init",
     "open_checkpoint",
     "plan_conversion",
+    "push",
     "repair",
     "save_model",
     "validate",
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from convert.diff import diff
     from convert.errors import ConvertError, Problem, UsageError
     from convert.generate import generate
+    from convert.hub.push import push
     from convert.inspect import inspect
     from convert.modules import load_into
     from convert.no_init import no_init

@@ -20,6 +20,7 @@ from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.readers import read_container
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import record_of
+from convert.hub.place import Place, place
 from convert.layout import Dims
 from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
@@ -91,6 +92,9 @@ class Checkpoint:
         notes: Everything assumed, stripped or left alone.
         pairing: The order of rotary rows in Q and K as stored: ``half`` or ``interleaved``.
         stamps: What the weight files were before anything was read from them.
+        origin: The repository on the Hub and its commit, if it comes from there: ``repo``, ``commit``, ``inside``.
+        remote_files: Name, bytes and SHA-256 of its weight files, as the Hub states them.
+        called: What the user called it there.
     """
 
     path: Path
@@ -110,6 +114,14 @@ class Checkpoint:
     problems: list[Problem] = field(default_factory=list)
     pool: FilePool = field(default_factory=FilePool)
     stamps: dict[Path, Stamp] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    remote_files: list[dict[str, Any]] = field(default_factory=list)
+    called: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What a user calls it: the path, or the name on the Hub that they wrote."""
+        return self.called or str(self.path)
 
     @property
     def family(self) -> str:
@@ -173,11 +185,12 @@ class Checkpoint:
         return f"<table><caption>{html.escape(self.path.name)}</caption>{rows}</table>"
 
 
-def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
+def open_checkpoint(src: str | Path | Place, **options: Any) -> Checkpoint:
     """Open a checkpoint of any layout and format; reads headers only.
 
     Args:
-        src: A folder or a file.
+        src: A folder, a file, or the name of a repository on the Hub (``org/name@revision``), which is fetched into
+            the library's cache; or what :func:`convert.hub.place.place` returned.
         **options: The fields of :class:`Options`.
 
     Raises:
@@ -185,8 +198,19 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
         ConvertError: It is no checkpoint of a known family, or is damaged; all problems at once.
     """
     chosen = Options(**options)
-    path = Path(src)
+    at = place(src, layout=chosen.layout)
+    try:
+        return _open(at, chosen)
+    except BaseException:
+        if at.pool is not None:
+            at.pool.close()
+        raise
+
+
+def _open(at: Place, chosen: Options) -> Checkpoint:
+    path = at.path
     found = locate(path)
+    found.notes = [*at.notes, *found.notes]
     seen = stamps(found.files)
     containers = _read_all(found)
     notes = [*found.notes, *(n for c in containers for n in c.notes)]
@@ -246,6 +270,10 @@ def open_checkpoint(src: str | Path, **options: Any) -> Checkpoint:
         notes=notes,
         problems=problems,
         stamps=seen,
+        origin=at.origin,
+        remote_files=at.files,
+        called=str(at.name) if at.name is not None else None,
+        **({"pool": at.pool} if at.pool is not None else {}),
     )
 
 

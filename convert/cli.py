@@ -6,6 +6,7 @@ and 143 for SIGHUP, SIGINT and SIGTERM.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -46,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "diff": ("diff", "command", "Compare two checkpoints tensor by tensor, with config and tokenizer."),
     "repair": ("repair", "command", "Write a corrected copy: undo a known fault of a conversion."),
     "diagnose": ("diagnose", "command", "What is wrong with a checkpoint that loads and misbehaves."),
+    "push": ("push", "command", "Upload an output to the Hub, with a model card made of its record."),
     "metadata": ("metadata", "command", "Show and change the key-values of a GGUF file."),
     "generate": ("generate", "command", "Continue a text with the weights, from any layout."),
     "tables": ("tables", "command", "Show, check and start mapping tables and names files."),
@@ -127,6 +129,8 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug, as_json = "--debug" in args, "--json" in args
+    if {"--json", "--quiet", "-q"} & set(args):  # no bars of the library that downloads
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     previous = _on_signals()
     try:
         result = group.main(args, prog_name="convert", standalone_mode=False)
@@ -231,8 +235,6 @@ def _unexpected(error: Exception, debug: bool) -> Problem:
 
 def _silence_stdout() -> None:
     """The reader of our output has gone; keep the interpreter from complaining at exit."""
-    import os
-
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
 

@@ -11,6 +11,7 @@ from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.errors import UsageError
 from convert.gguf_request import OPTIONS as GGUF_OPTIONS
 from convert.gguf_request import GgufRequest
+from convert.hub.place import place
 from convert.plan import ConversionPlan, Request, make_plan, request_dtype
 from convert.platform import keep_freed_memory
 from convert.run import Summary, check_target, run
@@ -31,14 +32,16 @@ _REQUEST_OPTIONS = (
 
 
 def plan_conversion(
-    src: str | Path | Checkpoint, to: str, *, source_layout: str | None = None, **options: Any
+    src: str | Path | Checkpoint, to: str, *, source_layout: str | None = None, way: str = "download", **options: Any
 ) -> ConversionPlan:
     """Open ``src`` and plan its conversion to the layout ``to``; writes nothing.
 
     Args:
-        src: A checkpoint folder or file, or an opened checkpoint.
+        src: A checkpoint folder or file, the name of a repository on the Hub, or an opened checkpoint.
         to: ``hf``, ``meta``, ``scratch`` or ``gguf``.
         source_layout: What the source must be, where the command names it.
+        way: How a repository's files are had (:data:`convert.hub.place.WAYS`): ``download``; ``look`` reads headers
+            only, for a plan that is not carried out; ``stream`` reads tensors from the Hub while converting.
         **options: Fields of :class:`convert.checkpoint.Options`, :class:`convert.plan.Request` and, for a GGUF target,
             :class:`convert.gguf_request.GgufRequest`; ``names`` belongs to
             whichever side is from scratch.
@@ -67,7 +70,8 @@ def plan_conversion(
         chosen = {k: v for k, v in options.items() if k in _SOURCE_OPTIONS and v is not None}
         if names and to != "scratch":
             chosen["names"] = names
-        opened = open_checkpoint(opened, **chosen)
+        wanted = options.get("layout") or source_layout
+        opened = open_checkpoint(place(opened, layout=wanted, way=way), **chosen)
     if source_layout is not None and opened.layout != source_layout:
         raise UsageError(
             f"{opened.path} is in the {opened.layout} layout, not {source_layout}.",
@@ -120,6 +124,7 @@ def convert_checkpoint(
     resume: bool = False,
     check: str = "sampled",
     threads: int = 2,
+    download: bool = True,
     progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
     **options: Any,
@@ -127,7 +132,7 @@ def convert_checkpoint(
     """Convert a checkpoint to another layout.
 
     Args:
-        src: A checkpoint folder or file (any layout), or an opened checkpoint.
+        src: A checkpoint folder or file (any layout), the name of a repository on the Hub, or an opened checkpoint.
         out: The folder to make (a file for GGUF).
         to: ``hf``, ``meta``, ``scratch`` or ``gguf``.
         overwrite: Replace an existing output.
@@ -136,6 +141,7 @@ def convert_checkpoint(
             finished there should this one be stopped.
         check: ``sampled`` compares some blocks of the finished files with the source, ``full`` every byte.
         threads: Workers; memory grows by some MiB with each.
+        download: Fetch a repository into the library's cache first; False converts straight from the Hub.
         progress: Called with the number of bytes written since the last call, from any thread.
         cancel: Set it to stop; the partial output is removed (kept with ``resume``).
         **options: As :func:`plan_conversion`: ``dtype``, ``names``, ``family``, ``tie`` …
@@ -148,7 +154,7 @@ def convert_checkpoint(
         ConvertError: The source is damaged, the target cannot hold it, or a value does not fit its type. Nothing is
             left behind.
     """
-    plan = plan_conversion(src, to, **options)
+    plan = plan_conversion(src, to, way="download" if download else "stream", **options)
     try:
         return run(
             plan,

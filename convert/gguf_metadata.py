@@ -201,6 +201,8 @@ def _own_name(plan: ConversionPlan) -> str | None:
         return stated.rstrip("/").rpartition("/")[2] or None
     if plan.source.format == "module":  # in memory; called as its caller calls the output
         return plan.source.path.parent.name or None
+    if plan.source.origin:
+        return str(plan.source.origin["repo"]).rpartition("/")[2]
     folder = plan.source.folder.absolute()
     if folder.parent.name == "snapshots":  # a hub cache: models--OWNER--NAME/snapshots/COMMIT
         return folder.parent.parent.name.rpartition("--")[2] or None

@@ -17,6 +17,7 @@ from convert import config as configs
 from convert import tying
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.errors import ConvertError
+from convert.hub.place import place
 from convert.inspection import Inspection, Stored
 from convert.layout import Dims, Key
 from convert.locate import RECORD_NAME
@@ -37,7 +38,8 @@ def inspect(src: str | Path | Checkpoint, **options: Any) -> Inspection:
     """Say what a checkpoint is.
 
     Args:
-        src: A folder, a file, or an opened checkpoint.
+        src: A folder, a file, the name of a repository on the Hub (of which headers are read, no more), or an opened
+            checkpoint.
         **options: As :func:`convert.open_checkpoint`.
 
     Raises:
@@ -46,7 +48,8 @@ def inspect(src: str | Path | Checkpoint, **options: Any) -> Inspection:
     """
     if isinstance(src, Checkpoint):
         return _inspect(src)
-    with open_checkpoint(src, **options) as checkpoint:
+    at = place(src, layout=options.get("layout"), way="look")
+    with open_checkpoint(at, **options) as checkpoint:
         return _inspect(checkpoint)
 
 
@@ -81,7 +84,14 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
         problems=problems,
         notes=[*checkpoint.notes, *(matched.notes if matched else []), *_dropped(dropped)],
         record=_record(checkpoint),
+        title=checkpoint.title,
+        origin=_hub(checkpoint),
     )
+
+
+def _hub(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where on the Hub it lies, with what the Hub says of its files; empty for a path."""
+    return {**checkpoint.origin, "files": checkpoint.remote_files} if checkpoint.origin else {}
 
 
 def _match(checkpoint: Checkpoint) -> tuple[Match | None, int]:
@@ -228,6 +238,8 @@ def _pairing(checkpoint: Checkpoint, matched: Match | None) -> str:
     line = f"{checkpoint.pairing} order, {meaning}; {why}"
     if matched is None:
         return line
+    if not checkpoint.pool.local:
+        return f"{line}; the numbers were not read"
     from convert.qk_probe import SAMPLE_BYTES, probe
 
     found = probe(checkpoint, max_bytes=SAMPLE_BYTES)

@@ -79,6 +79,8 @@ class Inspection:
         record: What the conversion that wrote it left: ``tool``, ``source`` (``layout``, ``format``, ``files``,
             ``bytes``), ``dtype``, ``decisions`` (:mod:`convert.decisions`) and ``hashes`` (``full``, ``headers`` or
             None); None for a checkpoint from elsewhere.
+        title: What the user called it.
+        origin: Of a repository on the Hub: ``repo``, ``commit``, ``files`` (bytes, SHA-256 as the Hub has them).
     """
 
     path: Path
@@ -100,6 +102,8 @@ class Inspection:
     problems: int = 0
     notes: list[str] = field(default_factory=list)
     record: dict[str, Any] | None = None
+    title: str = ""
+    origin: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -135,6 +139,7 @@ class Inspection:
             "tensors": [t.as_json() for t in self.tensors],
             "notes": self.notes,
             "record": self.record,
+            **({"hub": self.origin} if self.origin else {}),
         }
 
     def lines(self) -> list[tuple[str, str]]:

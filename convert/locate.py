@@ -96,7 +96,7 @@ def _from_file(src: Path) -> Found:
         raise refuse_non_weights(src, kind)
     for name in INDEX_NAMES:
         index = src.with_name(name)
-        if index.is_file() and src.name in set(_weight_map(index).values()):
+        if index.is_file() and src.name in set(weight_map(index).values()):
             found = _indexed(index)
             found.notes.append(f"{src.name} is one shard of {len(found.files)}; all of them are read")
             return found
@@ -125,7 +125,7 @@ def _from_folder(folder: Path) -> Found:
         raise _adapter(folder)
     sets: dict[str, list[Path]] = {}
     for index in indexes:
-        mapped = set(_weight_map(index).values())
+        mapped = set(weight_map(index).values())
         sets[index.name] = [p for p in names if p.name in mapped]
     claimed = {p for files in sets.values() for p in files}
     notes = []
@@ -185,13 +185,13 @@ def _audit_links(found: Found) -> None:
         found.notes.append(f"links to nothing: {', '.join(p.name for p in gone[:8])}")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
     """The index's map, with every file name checked to lie in the index's own folder."""
     raw = read_json(index)
     mapping = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(mapping, dict) or not mapping:
         raise FormatError(Problem("index", f"{index.name} has no weight_map.", file=str(index)))
-    for name in sorted({str(v) for v in mapping.values()}):
+    for name in sorted(set(map(_text, mapping.values()))):
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise FormatError(
                 Problem(
@@ -202,11 +202,16 @@ def _weight_map(index: Path) -> dict[str, str]:
                     hint="An index names plain files beside it; this one is damaged or hostile.",
                 )
             )
-    return {str(k): str(v) for k, v in mapping.items()}
+    return mapping
+
+
+def _text(value: object) -> str:
+    """A file name, or one that is refused with the rest: JSON also has numbers and lists."""
+    return value if isinstance(value, str) else f"/{value}"
 
 
 def _indexed(index: Path) -> Found:
-    mapping = _weight_map(index)
+    mapping = weight_map(index)
     files = [index.parent / n for n in sorted(set(mapping.values()))]
     missing = [p.name for p in files if not p.is_file()]
     if missing:

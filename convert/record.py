@@ -43,6 +43,7 @@ def record(plan: ConversionPlan) -> dict[str, Any]:
             "layout": source.layout,
             "format": source.format,
             "files": [_source_file(f, source.format) for f in source.files],
+            **({"hub": dict(source.origin)} if source.origin else {}),
             "options": source_options(source),
             **({"names": dict(source.table.names)} if source.table.names_file and source.table.names else {}),
         },
@@ -167,7 +168,7 @@ def seal(
         out["losses"] = dict(losses)
     for file, path in zip(out["source"]["files"], plan.source.files, strict=True):
         file.pop("sha256", None)
-        if hashes is not None:
+        if hashes is not None and path in hashes.sources:  # not of one that came from elsewhere, and not whole
             file["sha256"] = hashes.sources[path]
     out["target"]["beside"] = _beside(plan)
     plan.sidecars[name] = dump(out)

@@ -161,7 +161,7 @@ def run(
         if writer is not None:
             writer.stop(error)
         raise _ended(error, claim, keep=keep) from error.__cause__
-    notes = list(plan.notes)
+    notes = [*plan.notes, *plan.source.pool.notes]
     if count := losses.get("underflowed"):
         notes.append(f"{count:,} non-zero values became zero in the narrower type")
     if count := losses.get("clamped"):

@@ -14,6 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,10 @@ from convert.errors import ConvertError, FormatError, Problem
 from convert.formats.spec import TensorSpec
 from convert.io_errors import io_problem
 
+if TYPE_CHECKING:
+    from convert.journal import Finished
+    from convert.plan import ConversionPlan, Output
+
 Array = NDArray[np.generic]
 Extent = tuple[Path, int, int]
 
@@ -33,11 +38,31 @@ WHOLE_TENSOR_LIMIT = 64 << 20
 
 
 class FilePool:
-    """Read-only file descriptors, opened once per path and shared by all threads (``pread`` has no cursor)."""
+    """Read-only file descriptors, opened once per path and shared by all threads (``pread`` has no cursor).
+
+    Attributes:
+        local: Whether a tensor's bytes lie in its file; else only :meth:`read_into` has them.
+        notes: What is to be said of a conversion, when it has ended.
+        hashes: SHA-256 of whole files, where reading them has told it.
+    """
+
+    local = True
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self.notes: list[str] = []
+        self.hashes: dict[Path, str] = {}
+
+    def ordered(self, outputs: Sequence[Output]) -> Sequence[Output]:
+        """The outputs of a plan in the order in which they are best written."""
+        return outputs
+
+    def begin(self, plan: ConversionPlan, finished: Finished | None) -> None:
+        """A plan is about to be carried out, of which ``finished`` is done."""
+
+    def finish(self) -> None:
+        """Everything has been read that the plan needs; what was read is checked as far as it can be."""
 
     def fd(self, path: Path) -> int:
         """The descriptor for ``path``."""
@@ -200,8 +225,10 @@ class StridedSource(Source):
 
 
 def open_source(spec: TensorSpec, pool: FilePool) -> Source:
-    """The source for a stored tensor."""
-    return pool.source(spec)
+    """The source for a stored tensor, FP8 already multiplied by its scales."""
+    from convert.float8 import Float8
+
+    return pool.source(spec) if spec.scale is None else Float8(spec, pool)
 
 
 def read_rows(source: Source, start: int, stop: int) -> Array:

@@ -16,6 +16,7 @@ from convert.carried import carried, unsound
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.dtypes import dtype
 from convert.errors import ConvertError, Problem, UsageError
+from convert.hub.place import Place, place
 from convert.locate import INDEX_NAMES, SUFFIXES
 from convert.report import fold_names, fold_problems
 
@@ -40,6 +41,7 @@ class Validation:
         checked: What was checked, in words.
         tensors: How many tensors there are; None where the checkpoint could not be opened.
         hashes: Of its files, where they were asked for.
+        origin: Of a repository on the Hub: ``repo``, ``commit``, ``files`` (bytes, SHA-256 as the Hub has them).
     """
 
     path: Path
@@ -48,6 +50,7 @@ class Validation:
     checked: str = ""
     tensors: int | None = None
     hashes: list[Hashed] | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -67,6 +70,7 @@ class Validation:
             "problems": [p.as_json() for p in self.problems],
             "notes": self.notes,
             **({} if self.hashes is None else {"hashes": [h.as_json() for h in self.hashes]}),
+            **({"hub": self.origin} if self.origin else {}),
         }
 
     def lines(self) -> list[str]:
@@ -131,14 +135,16 @@ def validate(
             _hash(out, src.files, checksums, src.record, threads, progress)
         return out
     names = options.pop("names", None) if model is not None else None
+    values = scan or hashes or checksums is not None or model is not None
+    at = place(src, layout=options.get("layout"), way="download" if values else "look")
     try:
-        checkpoint = _open(src, names, options)
+        checkpoint = _open(at, names, options)
     except UsageError:
         raise
     except ConvertError as error:
-        out = Validation(Path(src), list(error.problems), checked="not opened")
+        out = Validation(Path(str(at.name)) if at.name else at.path, list(error.problems), checked="not opened")
         if hashes or checksums is not None:  # a damaged file, perhaps: which one is it?
-            _hash(out, _files(Path(src)), checksums, {}, threads, progress)
+            _hash(out, _files(at.path), checksums, {}, threads, progress)
         return out
     with checkpoint:
         out = _validate(checkpoint, model, names, scan, threads, progress)
@@ -147,7 +153,7 @@ def validate(
         return out
 
 
-def _open(src: str | Path, names: str | Path | None, options: dict[str, Any]) -> Checkpoint:
+def _open(src: Place, names: str | Path | None, options: dict[str, Any]) -> Checkpoint:
     """Open a source that may or may not have the module's own names."""
     try:
         return open_checkpoint(src, **options)
@@ -165,7 +171,8 @@ def _validate(
     threads: int,
     progress: Callable[[int], None] | None,
 ) -> Validation:
-    out = Validation(checkpoint.path, notes=list(checkpoint.notes), tensors=len(checkpoint.tensors))
+    out = Validation(Path(checkpoint.title), notes=list(checkpoint.notes), tensors=len(checkpoint.tensors))
+    out.origin = {**checkpoint.origin, "files": checkpoint.remote_files} if checkpoint.origin else {}
     what = f"{checkpoint.family}, {checkpoint.layout} layout, {checkpoint.format}"
     out.checked = f"{what}; {len(checkpoint.tensors)} tensors, each once, with the shapes that the config wants"
     try:
@@ -211,7 +218,7 @@ def _scan(checkpoint: Checkpoint, out: Validation, threads: int, progress: Calla
 
 def _row_order(checkpoint: Checkpoint, out: Validation, scan: bool, threads: int) -> None:
     """Whether the numbers say that the rows of Q and K are in another order than the layout's."""
-    if not checkpoint.table.has_rope:
+    if not checkpoint.table.has_rope or not checkpoint.pool.local:
         return
     from convert.qk_probe import SAMPLE_BYTES, probe
 

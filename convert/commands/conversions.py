@@ -69,7 +69,7 @@ def _command(source: str | None, target: str) -> click.Command:
     what = _LAYOUTS[source] if source else "any checkpoint"
     return click.command(
         f"{source}-to-{target}",
-        help=f"Convert {what} to {_LAYOUTS[target]}.\n\nSRC is a folder or a file; OUT is made.",
+        help=f"Convert {what} to {_LAYOUTS[target]}.\n\nSRC is a folder, a file, or org/name on the Hub; OUT is made.",
     )(decorated)
 
 
@@ -114,6 +114,9 @@ def convert(
     hashes: bool,
     resume: bool,
     check: str,
+    no_download: bool,
+    push_to: str | None,
+    private: bool,
     as_json: bool,
     quiet: bool,
     debug: bool,
@@ -128,10 +131,15 @@ def convert(
     names = options.get("names")
     if tokenizer is not None and no_tokenizer:
         raise UsageError("--tokenizer and --no-tokenizer exclude each other.")
+    if push_to is not None:
+        from convert.hub.push import target_name
+
+        target_name(push_to)  # a name that is none is told before anything is done
     plan = plan_conversion(
         src,
         target,
         source_layout=source,
+        way="look" if dry_run else "stream" if no_download else "download",
         tokenizer=not no_tokenizer,
         tokenizer_path=tokenizer,
         **library_options(options),
@@ -141,7 +149,14 @@ def convert(
     if dry_run:
         from convert.commands.dry_run import show_plan
 
-        return show_plan(plan, path, threads=threads, as_json=as_json, overwrite=overwrite, force=force, resume=resume)
+        with plan.source:
+            code = show_plan(
+                plan, path, threads=threads, as_json=as_json, overwrite=overwrite, force=force, resume=resume
+            )
+        if push_to is not None and not as_json:
+            where = f"{push_to} (private)" if private else push_to
+            click.echo(f"It would be uploaded to {where}, with a model card.")
+        return code
     with _progress(plan, quiet=quiet or as_json) as progress:
         summary = carry_out(
             plan,
@@ -157,13 +172,21 @@ def convert(
     if summary is None:  # another rank speaks for all
         return 0
     outcome = _verify(plan, path, verify, names, quiet=quiet or as_json)
+    pushed = None
+    if push_to is not None and outcome.code == 0:
+        from convert.hub.push import push
+
+        pushed = push(plan.main_path(path), push_to, private=private, verified=outcome.report, quiet=quiet or as_json)
     try:
         if as_json:
-            click.echo(json.dumps(summary.as_json() | {"verify": outcome.report}, indent=2))
+            more = {"pushed": pushed.as_json()} if pushed is not None else {}
+            click.echo(json.dumps(summary.as_json() | {"verify": outcome.report} | more, indent=2))
         elif not quiet:
             _tell(plan, summary)
             if outcome.text:
                 click.echo(outcome.text)
+            if pushed is not None:
+                click.echo(pushed.line())
     except OSError as error:  # nobody reads, or the disk behind it is full
         said = f"standard output could not be written ({error.strerror}); the conversion itself is complete: {path}."
         raise ConvertError(Problem("stdout", said)) from error
@@ -206,7 +229,7 @@ class _Outcome:
 def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, quiet: bool) -> _Outcome:
     import shlex
 
-    source, made_at = shlex.quote(str(plan.source.path)), plan.main_path(out)
+    source, made_at = shlex.quote(plan.source.title), plan.main_path(out)
     said = "".join(f" {shlex.quote(word)}" for word in _said(plan))
     hint = f"verify it on the CPU: convert verify {source} {shlex.quote(str(made_at))}{said}"
     if plan.single_file:
@@ -264,7 +287,7 @@ def _tell(plan: ConversionPlan, summary: Summary) -> None:
 
     rate = summary.bytes_written / max(summary.seconds, 1e-9)
     click.echo(
-        f"{plan.source.path} ({plan.source.family}, {plan.source.layout}) → {summary.out} ({plan.request.target}): "
+        f"{plan.source.title} ({plan.source.family}, {plan.source.layout}) → {summary.out} ({plan.request.target}): "
         f"{summary.tensors} tensors, {human_bytes(summary.bytes_written)} in {summary.seconds:.1f} s "
         f"({human_bytes(rate)}/s)"
     )

@@ -36,7 +36,7 @@ def show_plan(
     beside = _beside(plan)
     value = {
         "schema": "convert.plan/1",
-        "source": str(plan.source.path),
+        "source": plan.source.title,
         "source_layout": plan.source.layout,
         "family": plan.source.family,
         "target_layout": plan.request.target,
@@ -59,7 +59,8 @@ def show_plan(
     if as_json:
         click.echo(json.dumps(value, indent=2))
         return code
-    click.echo(f"plan: {plan.source.path} ({plan.source.family}, {plan.source.layout}) → {out} ({plan.request.target})")
+    source = plan.source
+    click.echo(f"plan: {source.title} ({source.family}, {source.layout}) → {out} ({plan.request.target})")
     click.echo(f"reads {human_bytes(read)}:")
     _list([f"{path.name}  {human_bytes(path.stat().st_size)}" for path in plan.source.files])
     enough = "" if free >= plan.nbytes else ", NOT ENOUGH"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @source_options
 @output_options
 def command(src: str, tensors: bool, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
-    """Say what the checkpoint SRC (a folder or a file) is, from its headers and at most 48 MB of samples."""
+    """Say what the checkpoint SRC (a folder, a file, or org/name on the Hub) is, from its headers and samples."""
     from convert.inspect import inspect
 
     found = inspect(src, **{k: v for k, v in options.items() if v is not None})
@@ -33,7 +33,7 @@ def command(src: str, tensors: bool, as_json: bool, quiet: bool, debug: bool, **
 
 
 def _show(found: Inspection) -> None:
-    click.echo(str(found.path))
+    click.echo(found.title or str(found.path))
     pairs = found.lines()
     wide = max(len(key) for key, _ in pairs)
     for key, value in pairs:

@@ -89,6 +89,13 @@ conversion_options = stack(
     click.option("--overwrite", is_flag=True, help="Replace an existing output."),
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option(
+        "--no-download",
+        is_flag=True,
+        help="SRC on the Hub: read it there while converting; only OUT is stored.",
+    ),
+    click.option("--push-to", metavar="ORG/NAME", help="Upload the output to this repository on the Hub."),
+    click.option("--private", is_flag=True, help="A repository that --push-to makes is private."),
+    click.option(
         "--verify",
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
