@@ -99,17 +99,17 @@ def by_name(tmp_path: Path) -> list[dict[str, torch.Tensor]]:
 def test_the_wrong_fix_is_not_the_good_copy(fault, tmp_path):
     good = good_for(fault, tmp_path / "good")
     plant(good, tmp_path / "broken", fault)
-    for number, fix in enumerate({fix_of(f, good) for f in UNDONE if not f.startswith(("scaling", "theta"))}):
-        if fix == fix_of(fault, good):
-            continue
-        repair(tmp_path / "broken", tmp_path / f"out{number}", fixes=[fix])
-        assert not same(good, tmp_path / f"out{number}"), fix
+    right = fix_of(fault, good)
+    with convert.open_checkpoint(good) as wanted, convert.open_checkpoint(tmp_path / "broken") as opened:
+        values = {key: source.read(0, source.shape[0]) for key, source in wanted.match.logical.items()}
+        for fix in {fix_of(f, good) for f in UNDONE if not f.startswith(("scaling", "theta"))}:
+            fixed = plan_repair(opened, [fix]).view.opened.match.logical
+            equal = all(np.array_equal(values[key], fixed[key].read(0, len(values[key]))) for key in values)
+            assert equal == (fix == right), fix
 
 
-@pytest.mark.parametrize(
-    "fault", ["qk-left-permuted", "k-other-heads", "gate-up-swapped", "norms-plus-one", "theta-x5"]
-)
-@pytest.mark.parametrize("layout", ["meta", "meta-2", "scratch", "scratch-pth", "gguf", "sharded"])
+@pytest.mark.parametrize("fault", ["qk-left-permuted", "k-other-heads", "norms-plus-one", "theta-x5"])
+@pytest.mark.parametrize("layout", ["meta-2", "scratch", "scratch-pth", "gguf", "sharded"])
 def test_every_layout_keeps_its_form(fault, layout, tmp_path):
     good = good_for(fault, tmp_path / "good")
     plant(good, tmp_path / "broken", fault)
