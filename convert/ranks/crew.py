@@ -288,14 +288,16 @@ class Crew:
         if self.leads:
             with contextlib.suppress(RuntimeError):
                 self.say("end", code)
+            self.note("spoke")
             self.silent(range(1, self.world), "left")
             return code
-        try:
-            heard = self.hear("end") if code == 0 else self.silent([0], "left")
-        except ConvertError:
-            heard = self.silent([0], "left")
-        self.note("left")
-        return code or (heard if isinstance(heard, int) else 1)
+        if code == 0:
+            try:
+                return int(self.hear("end"))
+            except ConvertError:
+                code = 1
+        self.silent([0], "spoke")  # before it has, our end would have torchrun stop it
+        return code
 
     def close(self) -> None:
         """Leave the others; nothing of this is of use afterwards."""
