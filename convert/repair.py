@@ -192,6 +192,23 @@ def _refuse_unsound(opened: Checkpoint) -> None:
 
 def _plan(opened: Checkpoint, chosen: tuple[Case, ...]) -> RepairPlan:
     _refuse_unsound(opened)
+    found = _corrected(opened, chosen)
+    config = {
+        key: (opened.config.get(key), found.config.get(key))
+        for key in sorted({*opened.config, *found.config})
+        if opened.config.get(key) != found.config.get(key)
+    }
+    changed = _stored_names(opened, found)
+    source = found.opened
+    source.notes.extend(_notes(chosen, changed, config))
+    if again := [name for name, dtype in _own_types(opened, found) if DTYPES[dtype.upper()].is_quantized]:
+        source.notes.append(f"computed and quantised again to their own type: {', '.join(fold_names(again))}")
+    table = opened.table if opened.table.names_file or opened.table.book_class else None
+    conversion = make_plan(source, _request(opened, found), table=table)
+    return RepairPlan(opened, chosen, found, conversion, changed, config)
+
+
+def _corrected(opened: Checkpoint, chosen: Iterable[Case]) -> View:
     found = view(opened)
     for case in chosen:
         step = case.undo(found.opened)
@@ -207,20 +224,7 @@ def _plan(opened: Checkpoint, chosen: tuple[Case, ...]) -> RepairPlan:
                 )
             )
         found = step
-    found = _in_own_types(opened, found)
-    config = {
-        key: (opened.config.get(key), found.config.get(key))
-        for key in sorted({*opened.config, *found.config})
-        if opened.config.get(key) != found.config.get(key)
-    }
-    changed = _stored_names(opened, found)
-    source = found.opened
-    source.notes.extend(_notes(chosen, changed, config))
-    if again := [name for name, dtype in _own_types(opened, found) if DTYPES[dtype.upper()].is_quantized]:
-        source.notes.append(f"computed and quantised again to their own type: {', '.join(fold_names(again))}")
-    table = opened.table if opened.table.names_file or opened.table.book_class else None
-    conversion = make_plan(source, _request(opened, found), table=table)
-    return RepairPlan(opened, chosen, found, conversion, changed, config)
+    return _in_own_types(opened, found)
 
 
 def _in_own_types(opened: Checkpoint, found: View) -> View:
@@ -372,4 +376,12 @@ def _set_aside(conversion: ConversionPlan, out: Path) -> None:
         path.replace(failed)
 
 
-__all__ = ["RepairPlan", "Repaired", "applicable_fixes", "carry_out", "known_fixes", "plan_repair", "repair"]
+__all__ = [
+    "RepairPlan",
+    "Repaired",
+    "applicable_fixes",
+    "carry_out",
+    "known_fixes",
+    "plan_repair",
+    "repair",
+]

@@ -217,6 +217,26 @@ def test_the_record_says_what_was_repaired(tmp_path):
         assert opened.record["repair"]["fixes"][0]["fault"] == "k-permuted"
 
 
+@pytest.mark.parametrize("layout", ["hf", "gguf"])
+def test_check_derives_a_corrected_copy_again(layout, tmp_path):
+    from convert.check import check
+
+    good = good_for("", tmp_path / "good")
+    plant(good, tmp_path / "broken", "gate-up-swapped")
+    plant(tmp_path / "broken", tmp_path / "worse", "embedding-scaled")
+    source, out = tmp_path / "worse", tmp_path / "out"
+    if layout == "gguf":
+        source, out = tmp_path / "worse.gguf", tmp_path / "out.gguf"
+        convert.convert_checkpoint(tmp_path / "worse", source, to="gguf", type="q8_0", tokenizer=False)
+    repair(source, out, fixes=["swap-gate-up", "unscale-embedding"])
+    assert check(out, source=source).ok
+    told = tmp_path / ("out/conversion.json" if layout == "hf" else "out.gguf.conversion.json")
+    record = json.loads(told.read_text())
+    del record["repair"]  # the control: without it, this is not what the source gives
+    told.write_text(json.dumps(record))
+    assert not check(out, source=source).ok
+
+
 def test_refusals_say_why_and_leave_nothing(tmp_path):
     make_hf(tmp_path / "mha", replace(SHAPES["mha"], layers=3))
     before = sorted(tmp_path.iterdir())
