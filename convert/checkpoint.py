@@ -17,6 +17,7 @@ from convert import config as configs
 from convert.choices import require_choice, require_positive
 from convert.detect import candidates, detect, known, refuse_special, score, stated_family
 from convert.errors import ConvertError, FormatError, Problem, UsageError
+from convert.float8 import attach_scales
 from convert.formats.readers import read_container
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import record_of
@@ -232,6 +233,7 @@ def _open(at: Place, chosen: Options) -> Checkpoint:
     table = _names_table(chosen, record, notes)
     if table is not None and chosen.family and chosen.family != table.family:
         raise UsageError(f"--names extends {table.family!r}, but --family says {chosen.family!r}.")
+    tensors, raw = attach_scales(tensors, raw, notes)
     refuse_special(tensors, raw)
     family = chosen.family or (stated_family(raw) if config_layout == "scratch" else None)
     tables = candidates(raw, format=found.format, family=family, table=table, names=tensors)

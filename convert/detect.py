@@ -10,22 +10,13 @@ from typing import Any
 
 from convert.adapters import refuse_adapters
 from convert.errors import ConvertError, Problem
+from convert.formats.spec import TensorSpec
 from convert.names import class_tables
+from convert.packed import refuse_packed
 from convert.relatives import advice
 from convert.report import fold_names
 from convert.table import MappingTable, families, heads, load_table
 
-#: Tensor name endings of weights that are packed integers, and what wrote them.
-PACKED = {
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
-    ".g_idx": "GPTQ",
-    ".absmax": "bitsandbytes",
-    ".quant_map": "bitsandbytes",
-    ".weight_scale_inv": "FP8 with block scales",
-    ".weight_scale": "FP8",
-    ".SCB": "bitsandbytes int8",
-}
 _THRESHOLD = 0.5
 #: Formats that hold one layout only.
 _LAYOUTS = {"gguf": ["gguf"], "tensorflow": ["openai"]}
@@ -203,20 +194,7 @@ def _unknown(what: str, near: str | None = None) -> ConvertError:
     )
 
 
-def refuse_special(names: Collection[str], config: Mapping[str, Any] | None) -> None:
+def refuse_special(names: Collection[str] | Mapping[str, list[TensorSpec]], config: Mapping[str, Any] | None) -> None:
     """Adapters and packed weights are no plain numbers; they are named before any work."""
     refuse_adapters(names)
-    scheme = next(((n, what) for n in names for end, what in PACKED.items() if n.endswith(end)), None)
-    declared = (config or {}).get("quantization_config") or (config or {}).get("quantization_args")
-    if scheme or declared:
-        method = declared.get("quant_method") if isinstance(declared, Mapping) else None
-        what = str(method or (scheme[1] if scheme else "quantised"))
-        raise ConvertError(
-            Problem(
-                "quantized_source",
-                f"this checkpoint is already quantised ({what}); its numbers are packed integers.",
-                tensor=scheme[0] if scheme else None,
-                found=what,
-                hint="Load it with the library that wrote it, dequantise to 16 bit, save, and convert that.",
-            )
-        )
+    refuse_packed(names, config)

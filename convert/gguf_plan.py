@@ -17,6 +17,7 @@ from convert.decisions import decisions
 from convert.dtypes import DTYPES
 from convert.errors import Problem, UsageError
 from convert.finite import Finite
+from convert.float8 import stated_type
 from convert.formats.gguf import split_name
 from convert.formats.gguf_writer import layout, split_layouts
 from convert.formats.spec import Entry
@@ -141,7 +142,8 @@ def _stored_bytes(plan: ConversionPlan) -> dict[str, int]:
     out: dict[str, int] = {}
     for specs in plan.source.tensors.values():
         for spec in specs:
-            out[spec.dtype] = out.get(spec.dtype, 0) + spec.nbytes
+            kind = spec.dtype if spec.scale is None else stated_type(plan.source)
+            out[kind] = out.get(kind, 0) + spec.nbytes
     return out
 
 

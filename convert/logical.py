@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from convert.dtypes import DTYPES
 from convert.errors import ConvertError, Problem
 from convert.expr import Expr
+from convert.float8 import widened_type
 from convert.layout import Dims, Key
 from convert.match import values
 from convert.source import Cast, RopePermuted, Source
@@ -42,16 +43,18 @@ def logical_source(
         dtype: Canonical type, or None to keep the source's.
         expert: Only this one of the experts that the tensor holds.
     """
-    matched = opened.match
+    matched, home = opened.match, key
     source = matched.logical.get(key)
     if source is None and (copied := table.rows[key[0]].copy) is not None:
-        source = matched.logical[copied, opened.dims.value(Expr("kv_donor"), key[1])]
+        home = copied, opened.dims.value(Expr("kv_donor"), key[1])
+        source = matched.logical[home]
     if source is None and layout in table.rows[key[0]].zeros:
         return Zeros(shape, dtype or (opened.dtype if DTYPES[opened.dtype].is_float else "F32"))
     if source is None:
         pair = matched.tied_pair()
         assert pair and key == pair[0], key
-        source = matched.logical[pair[1]]
+        home = pair[1]
+        source = matched.logical[home]
     row = table.rows[key[0]]
     steps = _value_steps(opened, row, table, layout)
     if DTYPES[source.dtype].is_quantized and (layout != "gguf" or steps):
@@ -66,7 +69,8 @@ def logical_source(
         source = RopePermuted(source, head_dim=shape[0] // heads, rotary_dim=turning, to=to)
     for step in steps:
         source = step(source, opened.dims, key[1])
-    return Cast(source, dtype) if dtype and source.dtype != dtype else source
+    kept = dtype or (None if layout == "gguf" else widened_type(opened, home))
+    return Cast(source, kept) if kept and source.dtype != kept else source
 
 
 def _value_steps(opened: Checkpoint, row: TensorRow, table: MappingTable, layout: str) -> list[Any]:

@@ -289,7 +289,7 @@ def _dtype_problem(slot: Slot, specs: list[TensorSpec]) -> Problem | None:
             tensor=slot.name,
             found=sorted(kinds),
         )
-    if first.is_float or first.is_quantized:
+    if first.is_float or first.is_quantized or specs[0].scale is not None:
         return None
     hint = (
         "FP8 needs its scales; dequantise it first." if first.name.startswith("F8") else "Packed or converted weights?"

@@ -109,7 +109,8 @@ def scan(
 
     def blocks() -> Iterator[tuple[int, Source, int, int]]:
         for spec in specs:
-            if not (spec.type.is_float or spec.type.is_quantized) or 0 in spec.shape:
+            known = spec.type.is_float or spec.type.is_quantized or spec.scale is not None
+            if not known or 0 in spec.shape:
                 continue
             named.append(spec)
             source = values(open_source(spec, pool))

@@ -11,6 +11,7 @@ from convert import config as configs
 from convert.checkpoint import open_checkpoint
 from convert.dtypes import DTYPES
 from convert.errors import ConvertError, FormatError, Problem
+from convert.float8 import plain_type
 from convert.locate import CONFIG_NAMES
 from convert.module_tensors import torch_dtype
 from convert.plan import Request, refusals
@@ -82,7 +83,7 @@ def _derived(path: Path, dtype: torch.dtype | str | None) -> dict[str, Any]:
         problems = refusals(table, opened.dims, Request(target="scratch"))
         if problems:
             raise ConvertError(fold_problems(problems))
-        kind = "F16" if DTYPES[opened.dtype].is_quantized else opened.dtype
+        kind = "F16" if DTYPES[opened.dtype].is_quantized else plain_type(opened)
         out = configs.to_scratch(table, opened.config, kind)
     out = {k: v for k, v in out.items() if k not in BOOKKEEPING}
     out["dtype"] = torch_dtype(dtype or out["dtype"])

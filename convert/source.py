@@ -225,8 +225,10 @@ class StridedSource(Source):
 
 
 def open_source(spec: TensorSpec, pool: FilePool) -> Source:
-    """The source for a stored tensor."""
-    return pool.source(spec)
+    """The source for a stored tensor, FP8 already multiplied by its scales."""
+    from convert.float8 import Float8
+
+    return pool.source(spec) if spec.scale is None else Float8(spec, pool)
 
 
 def read_rows(source: Source, start: int, stop: int) -> Array:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from convert.detect import PACKED, detect, score
+from convert.detect import detect, score
 from convert.errors import ConvertError
 from convert.layout import Dims, expand
 from convert.names import load_names, ready_made
@@ -81,23 +81,6 @@ def test_names_files(name):
     assert found == (table, "scratch")
     assert score(table, "scratch", names("scratch", table)) == 1.0
     assert score(table, "scratch", names("scratch")) < 0.5
-
-
-@pytest.mark.parametrize("ending", sorted(PACKED))
-def test_packed_weights_are_named_before_any_work(ending):
-    packed = [*names("hf"), "model.layers.0.self_attn.q_proj" + ending]
-    with pytest.raises(ConvertError, match="already quantised") as error:
-        detect(packed, None, format="safetensors")
-    assert PACKED[ending] in str(error.value)
-    assert error.value.problems[0].tensor == packed[-1]
-
-
-def test_a_config_that_says_quantised():
-    config = {"model_type": "llama", "quantization_config": {"quant_method": "awq"}}
-    with pytest.raises(ConvertError, match="awq"):
-        detect(names("hf"), config, format="safetensors")
-    with pytest.raises(ConvertError, match="quantised"):
-        detect(names("meta"), {"dim": 1, "quantization_args": {"group_size": 32}}, format="torch")
 
 
 @pytest.mark.parametrize("name", ["base_model.model.layers.0.q_proj.lora_A.weight", "trf_blocks.0.att.W_query.lora.A"])

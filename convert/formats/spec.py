@@ -15,6 +15,19 @@ from convert.dtypes import DTYPES, DType
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """What the codes of an FP8 tensor are multiplied by.
+
+    Attributes:
+        spec: The tensor of scales.
+        block: Rows and columns that share a scale.
+    """
+
+    spec: TensorSpec
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One stored tensor.
 
@@ -28,6 +41,7 @@ class TensorSpec:
         storage: Identifies the storage inside ``file``; two tensors with equal ``(file, storage)`` share
             memory. None where the format has no sharing.
         crc: CRC-32 of the whole storage when this tensor covers exactly that, else None.
+        scale: The scales of an FP8 tensor, once they are found.
     """
 
     name: str
@@ -38,6 +52,7 @@ class TensorSpec:
     strides: tuple[int, ...] | None = None
     storage: str | None = None
     crc: int | None = None
+    scale: Scale | None = None
 
     @property
     def type(self) -> DType:
