@@ -223,7 +223,8 @@ def _unexpected(error: Exception, debug: bool) -> Problem:
         where = f" ({error.filename})" if error.filename else ""
         problem = Problem("system", f"{error.strerror or error}{where}.")
     elif isinstance(error, MemoryError):
-        problem = Problem("memory", "out of memory. Use fewer --threads.")
+        kept = " ".join(getattr(error, "__notes__", ()))
+        problem = Problem("memory", f"out of memory. Use fewer --threads. {kept}".strip())
     else:
         problem = Problem("bug", f"{type(error).__name__}: {error}. This is a bug; --debug shows where.")
     if debug:

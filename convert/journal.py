@@ -114,10 +114,18 @@ class Journal:
             sync_data(self._fd)
 
     def follow(self, fds: list[int]) -> None:
-        """Take note of the output's descriptors, in the order of the plan's files, and start listing."""
+        """Take note of the output's descriptors, in the order of the plan's files, and start listing.
+
+        Raises:
+            MemoryError: There is none for a thread.
+        """
         self._fds = fds
-        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # so does Python say that there is no memory for a stack
+            raise MemoryError(str(error)) from error
+        self._thread = thread
 
     def add(self, number: int, start: int, stop: int, *, files: frozenset[int], nbytes: int) -> None:
         """A piece has been written: rows of output ``number``, into ``files`` (numbers), ``nbytes`` in all.

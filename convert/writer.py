@@ -176,7 +176,10 @@ class Writer:
                         future.result()
                 if self.cancel.is_set():
                     raise Cancelled
-                pending.add(pool.submit(self._guarded, *piece))
+                try:
+                    pending.add(pool.submit(self._guarded, *piece))
+                except RuntimeError as error:  # so does Python say that there is no memory for a thread
+                    raise MemoryError(str(error)) from error
             done, _ = wait(pending, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()

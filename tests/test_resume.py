@@ -173,6 +173,28 @@ def test_an_overflow_keeps_nothing(made, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"source"}
 
 
+@pytest.mark.parametrize("after", [0, 1])
+def test_no_memory_for_a_thread(made, tmp_path, monkeypatch, after):
+    """Said as what it is; nothing is left, or with --resume what can be gone on from."""
+    real, calls = threading.Thread.start, iter(range(10_000))
+
+    def start(self):
+        if next(calls) >= after:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(MemoryError, match="thread"):
+        convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch")
+    assert {p.name for p in tmp_path.iterdir()} == {"source"}
+    calls = iter(range(10_000))
+    with pytest.raises(MemoryError) as caught:
+        convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch", resume=True)
+    assert "--resume goes on" in caught.value.__notes__[0]
+    monkeypatch.undo()
+    convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch", resume=True)
+
+
 def test_a_source_that_changes_meanwhile_is_noticed(made, tmp_path):
     path = made.path / "model.safetensors"
 
