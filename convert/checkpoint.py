@@ -216,7 +216,7 @@ def _open(at: Place, chosen: Options) -> Checkpoint:
     containers = _read_all(found)
     notes = [*found.notes, *(n for c in containers for n in c.notes)]
     wrapped: dict[str, Any] = {}
-    if found.format == "torch":
+    if found.format in ("torch", "dcp"):
         for container in containers:
             wrapped = _unwrap(container, chosen.key, notes) or wrapped
     problems = audit_index(found, {c.files[0]: c.tensors for c in containers}) if found.weight_map else []
@@ -268,7 +268,7 @@ def _open(at: Place, chosen: Options) -> Checkpoint:
         record=record,
         pairing=pairing,
         options=chosen,
-        metadata=containers[0].metadata if found.format != "torch" else {},
+        metadata=containers[0].metadata if found.format not in ("torch", "dcp") else {},
         notes=notes,
         problems=problems,
         stamps=seen,
@@ -292,6 +292,10 @@ def _names_table(chosen: Options, record: Mapping[str, Any], notes: list[str]) -
 
 def _read_all(found: Found) -> list[Container]:
     """Every file's header; the problems of all damaged files at once."""
+    if found.format == "dcp":  # one file speaks of all
+        from convert.formats import dcp
+
+        return [dcp.read(found.folder)]
     containers: list[Container] = []
     problems: list[Problem] = []
     for path in found.files:
@@ -309,6 +313,10 @@ def _unwrap(container: Container, key: str | None, notes: list[str]) -> dict[str
 
     found = unwrap(container.metadata["tree"], key, file=container.files[0])
     container.tensors = found.tensors
+    if container.format == "dcp":  # optimizer states are left out by now, and never looked at
+        from convert.formats import dcp
+
+        dcp.resolve(container)
     notes += found.notes
     return found.config or {}
 

@@ -21,6 +21,8 @@ CONFIG_NAMES = ("config.json", "params.json", "scratch_config.json")
 #: Beside OpenAI's TensorFlow checkpoint; other programs write files of that name, so it counts nowhere else.
 _HPARAMS = "hparams.json"
 RECORD_NAME = "conversion.json"
+#: What torch.distributed.checkpoint writes last.
+_DCP = ".metadata"
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".index")
 #: What trainers leave beside weights.
 NOT_WEIGHTS = ("optimizer.", "scheduler.", "rng_state", "training_args.", "scaler.", "random_states")
@@ -91,6 +93,8 @@ def _tensorflow_index(src: Path) -> Path:
 def _from_file(src: Path) -> Found:
     if src.name in INDEX_NAMES or src.name.endswith(".index.json"):
         return _indexed(src)
+    if src.name == _DCP or src.suffix == ".distcp":
+        return _distributed(src.parent)
     kind = sniff(src)
     if kind not in FORMATS:
         raise refuse_non_weights(src, kind)
@@ -147,6 +151,8 @@ def _from_folder(folder: Path) -> Found:
         found.notes += notes
         return found
     if not sets:
+        if (folder / _DCP).is_file() or any(folder.glob("*.distcp")):
+            return _distributed(folder)
         raise _nothing(folder)
     ((key, files),) = sets.items()
     if key == "consolidated.*":
@@ -157,6 +163,11 @@ def _from_folder(folder: Path) -> Found:
     if kind != "gguf" and _shard_count(files[0]) > 1 and (problem := _no_index(folder, sets)):
         raise ConvertError(problem)
     return Found(folder, kind, files[:1] if kind == "gguf" else files, notes=notes)
+
+
+def _distributed(folder: Path) -> Found:
+    """A folder of torch.distributed.checkpoint; its reader says what is missing."""
+    return Found(folder, "dcp", [*sorted(folder.glob("*.distcp")), folder / _DCP])
 
 
 def _dangling(links: list[Path]) -> Problem:

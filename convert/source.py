@@ -96,6 +96,8 @@ class FilePool:
 
     def source(self, spec: TensorSpec) -> Source:
         """The source for a stored tensor."""
+        if spec.parts:
+            return Joined([self.source(part) for part in spec.parts], spec.axis)
         return FileSource(spec, self) if spec.strides is None else StridedSource(spec, self)
 
     def close(self) -> None:

@@ -25,6 +25,10 @@ def read_container(path: Path, format: str) -> Container:
         from convert.formats import tf_checkpoint
 
         return tf_checkpoint.read(path)
+    if format == "dcp":
+        from convert.formats import dcp
+
+        return dcp.read_file(path)
     if format == "gguf":
         from convert.formats import gguf
 

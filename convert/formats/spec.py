@@ -41,6 +41,8 @@ class TensorSpec:
         storage: Identifies the storage inside ``file``; two tensors with equal ``(file, storage)`` share
             memory. None where the format has no sharing.
         crc: CRC-32 of the whole storage when this tensor covers exactly that, else None.
+        parts: What it is joined of, where it is stored in pieces; ``file`` and ``offset`` are then those of the first.
+        axis: Along which dimension.
         scale: The scales of an FP8 tensor, once they are found.
     """
 
@@ -52,6 +54,8 @@ class TensorSpec:
     strides: tuple[int, ...] | None = None
     storage: str | None = None
     crc: int | None = None
+    parts: tuple[TensorSpec, ...] = ()
+    axis: int = 0
     scale: Scale | None = None
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 from convert.dtypes import DTYPES
 from convert.errors import FormatError, Problem
@@ -41,16 +42,30 @@ def read(path: Path) -> Container:
     if kind != "torch":
         raise refuse_non_weights(path, kind)
     with open(path, "rb", buffering=0) as file:
-        directory = ZipDirectory(file, path)
-        root = _root(directory, path)
-        record = directory.entries[f"{root}/data.pkl"]
-        pickles.check_size(record.size, file=path.name)
-        data = directory.read(record)
-        storages = _Storages(directory, root, path, has_crcs=_has_crcs(directory, record, data))
-        found = pickles.load(data, tensor=storages.tensor, file=path.name)
+        found = read_stream(file, path)
+    return Container("torch", (path,), {}, metadata={"tree": found.root}, notes=_notes(found.placeholders))
+
+
+def read_stream(file: BinaryIO, path: Path) -> pickles.Unpickled:
+    """The object tree of an open archive; offsets of its tensors count from the archive's first byte.
+
+    Args:
+        file: Opened in binary mode, unbuffered; a file, or something that reads a range of one.
+        path: For error messages, and as the file of the tensors.
+
+    Raises:
+        FormatError: See :func:`read`.
+    """
+    directory = ZipDirectory(file, path)
+    root = _root(directory, path)
+    record = directory.entries[f"{root}/data.pkl"]
+    pickles.check_size(record.size, file=path.name)
+    data = directory.read(record)
+    storages = _Storages(directory, root, path, has_crcs=_has_crcs(directory, record, data))
+    found = pickles.load(data, tensor=storages.tensor, file=path.name)
     if storages.problems:
         raise FormatError(storages.problems)
-    return Container("torch", (path,), {}, metadata={"tree": found.root}, notes=_notes(found.placeholders))
+    return found
 
 
 def _root(directory: ZipDirectory, path: Path) -> str:

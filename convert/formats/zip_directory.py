@@ -68,7 +68,7 @@ class ZipDirectory:
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
         self._path = path
-        self._size = os.fstat(file.fileno()).st_size
+        self._size = file.seek(0, os.SEEK_END)
         count, length, self.start = self._find_end()
         self.entries = self._read_entries(count, length)
         self._check_order()
