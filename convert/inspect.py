@@ -48,7 +48,7 @@ def inspect(src: str | Path | Checkpoint, **options: Any) -> Inspection:
     """
     if isinstance(src, Checkpoint):
         return _inspect(src)
-    at = place(src, layout=options.get("layout"), way="look")
+    at = place(src, layout=options.get("layout"), way="glance")
     with open_checkpoint(at, **options) as checkpoint:
         return _inspect(checkpoint)
 

@@ -136,7 +136,7 @@ def validate(
         return out
     names = options.pop("names", None) if model is not None else None
     values = scan or hashes or checksums is not None or model is not None
-    at = place(src, layout=options.get("layout"), way="download" if values else "look")
+    at = place(src, layout=options.get("layout"), way="download" if values else "glance")
     try:
         checkpoint = _open(at, names, options)
     except UsageError:

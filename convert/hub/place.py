@@ -18,9 +18,9 @@ from convert.errors import ConvertError, Problem, UsageError
 from convert.hub.names import Name, parse, shadowed
 from convert.source import FilePool
 
-#: How a repository's files are had: ``download`` puts them into the cache, ``look`` reads headers only, ``stream``
-#: prepares for reading tensors from the network.
-WAYS = ("download", "look", "stream")
+#: How a repository's files are had: ``download`` puts them into the cache, ``look`` reads headers only (``glance``:
+#: without large tokenizers, too), ``stream`` prepares for reading tensors from the network.
+WAYS = ("download", "look", "glance", "stream")
 _SHA1 = 40
 
 
@@ -80,7 +80,7 @@ def place(src: str | os.PathLike[str] | Place, *, layout: str | None = None, way
     if way != "download":
         from convert.hub.shadow import look
 
-        return look(name, layout=layout, stream=way == "stream")
+        return look(name, layout=layout, stream=way == "stream", everything=way != "glance")
     return _fetched(name, layout)
 
 

@@ -93,6 +93,10 @@ def carry_out(plan: ConversionPlan, out: Path, **options: Any) -> Summary | None
         from convert.run import run
 
         return run(plan, out, **options)
+    if not plan.source.pool.local:
+        raise UsageError(
+            "--no-download is for one process.", hint="Without it the ranks of a machine share the library's cache."
+        )
     from convert.ranks.shared import run_shared
 
     return run_shared(plan, out, crew=_current, **options)
