@@ -8,7 +8,6 @@ not say is filled from tensor shapes (:mod:`convert.shapes`), the table's stated
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,12 @@ def read_json(path: Path) -> Any:
     if size > MAX_BYTES:
         raise FormatError(Problem("config", f"{path.name} has {size:,} bytes, which no config has.", file=str(path)))
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark in front
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a mark in front
+        value = json.loads(text)
+        if "\\u" in text:  # half a surrogate pair is no text: no file can be named so, no terminal can show it
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError) as error:  # also text that is no UTF-8
         kind = sniff(path)
         if kind in ("lfs", "html", "empty", "zeros"):
             raise refuse_non_weights(path, kind) from None
@@ -198,7 +201,7 @@ def _check_values(table: MappingTable, hub: Mapping[str, Any]) -> None:
 
 def _sensible(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and 0 <= value < 2**40
+    return number and 0 <= value < 2**40  # false for no-number and infinity, too
 
 
 def _rope(

@@ -110,6 +110,8 @@ class StackMachine(ABC):
     def since_mark(self) -> list[Any]:
         """The values pushed since the last MARK."""
         start = self.marks.pop()
+        if start > len(self.stack):
+            self.fail("values from before a MARK were taken after it")
         items = self.stack[start:]
         del self.stack[start:]
         return items

@@ -137,6 +137,8 @@ class _Machine(StackMachine):
                 stack[-1] = (stack[-1], last)
             elif op == _TUPLE:
                 start = marks.pop()
+                if start > len(stack):
+                    self.fail("values from before a MARK were taken after it")
                 stack[start:] = [tuple(stack[start:])]
             elif op == _UNICODE:
                 end = pos + 4 + U32(data, pos)[0]

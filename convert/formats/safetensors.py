@@ -68,13 +68,21 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
             )
         return found
 
+    odd = _whole if b"-0" in raw else None  # a hook for every number takes time
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=lambda c: None)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=lambda c: None, parse_int=odd)
+        if b"\\u" in raw:
+            json.dumps(header, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise _broken(path, f"has a header that is not JSON ({error})", "Fetch the file again.") from None
     if not isinstance(header, dict):
         raise _broken(path, "has a header that is not a JSON object", "Fetch the file again.")
     return header
+
+
+def _whole(text: str) -> int | None:
+    """A whole number of the header; the safetensors library takes -0 for a fraction and refuses it."""
+    return int(text) if text != "-0" else None
 
 
 def _tensors(path: Path, header: Mapping[str, Any], base: int) -> tuple[dict[str, TensorSpec], list[Problem]]:
@@ -90,7 +98,7 @@ def _tensors(path: Path, header: Mapping[str, Any], base: int) -> tuple[dict[str
         except (TypeError, KeyError, ValueError):
             bad(name, "lacks dtype, shape or two data_offsets")
             continue
-        if kind not in DTYPES or DTYPES[kind].block > 1:
+        if type(kind) is not str or kind not in DTYPES or DTYPES[kind].block > 1:
             bad(name, f"has the unknown dtype {kind!r}")
             continue
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):

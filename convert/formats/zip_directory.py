@@ -27,6 +27,7 @@ _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCAL_MAGIC, _CENTRAL_MAGIC, _END_MAGIC = 0x04034B50, 0x02014B50, 0x06054B50
 _LOCATOR_MAGIC, _END64_MAGIC = 0x07064B50, 0x06064B50
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
+_ENCRYPTED = 0x61  # encrypted, patched, strongly encrypted: section 4.4.4
 
 
 @dataclass(slots=True)
@@ -84,6 +85,16 @@ class ZipDirectory:
             "Download or copy it again.",
         )
 
+    def _not_plain(self, entry: ZipEntry) -> FormatError:
+        return self.error(
+            "compressed",
+            f"stores {entry.name[:200]!r} {'encrypted' if entry.encrypted else 'compressed'}; "
+            "torch.save stores records plainly.",
+            "Unpack the archive and pack it without compression (zip -0), or save it again with torch.save.",
+            found=f"zip method {entry.method}",
+            wanted="zip method 0 (stored)",
+        )
+
     def _at(self, offset: int, count: int) -> bytes:
         self._file.seek(offset)
         parts = []
@@ -107,8 +118,8 @@ class ZipDirectory:
         locator = self._at(end - _LOCATOR.size, _LOCATOR.size) if end >= _LOCATOR.size else b""
         if len(locator) == _LOCATOR.size and _LOCATOR.unpack(locator)[0] == _LOCATOR_MAGIC:
             where = _LOCATOR.unpack(locator)[2]
-            if where + _END64.size > end:
-                raise self._truncated("its zip64 end record lies outside the file")
+            if where + _END64.size + _LOCATOR.size != end:
+                raise self._truncated("its zip64 end record lies outside the file, or not where it ends")
             fields = _END64.unpack(self._at(where, _END64.size))
             if fields[0] != _END64_MAGIC:
                 raise self._truncated("its zip64 end record is not where it should be")
@@ -118,6 +129,8 @@ class ZipDirectory:
             raise self.error("zip", "is one part of a zip archive on several disks.", "Join the parts first.")
         if start + length > end:
             raise self._truncated("its directory lies outside the file")
+        if start + length < end:  # Python's zipfile would then look for it in another place
+            raise self._truncated("bytes lie between its directory and its end")
         if count > MAX_ENTRIES or length > MAX_DIRECTORY:
             raise self.error("zip", f"lists {count:,} records ({length:,} bytes), more than any checkpoint has.")
         if count * _CENTRAL.size > length:
@@ -139,7 +152,10 @@ class ZipDirectory:
             at += _CENTRAL.size
             if fields[0] != _CENTRAL_MAGIC or at + names + extras + comment > length:
                 raise self._truncated("a directory record is damaged")
-            name = str(data[at : at + names], "utf-8" if flags & 0x800 else "cp437", "replace")
+            try:
+                name = str(data[at : at + names], "utf-8" if flags & 0x800 else "cp437")
+            except UnicodeDecodeError:
+                raise self._truncated("a record's name is no UTF-8") from None
             if _FULL32 in (packed, size, header):
                 extra = data[at + names : at + names + extras]
                 size, packed, header = self._zip64(extra, size, packed, header)
@@ -150,7 +166,9 @@ class ZipDirectory:
                 )
             if method == 0 and packed != size:
                 raise self._truncated(f"record {name[:200]!r} is stored plainly but has two sizes")
-            entries[name] = ZipEntry(name, header, packed, crc, method, bool(flags & 1))
+            entries[name] = entry = ZipEntry(name, header, packed, crc, method, bool(flags & _ENCRYPTED))
+            if entry.encrypted:
+                raise self._not_plain(entry)
         return entries
 
     def _zip64(self, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
@@ -193,20 +211,14 @@ class ZipDirectory:
             FormatError: The record is compressed or encrypted, or its local header contradicts the directory.
         """
         if entry.method or entry.encrypted:
-            raise self.error(
-                "compressed",
-                f"stores {entry.name[:200]!r} {'encrypted' if entry.encrypted else 'compressed'}; "
-                "torch.save stores records plainly.",
-                "Unpack the archive and pack it without compression (zip -0), or save it again with torch.save.",
-                found=f"zip method {entry.method}",
-                wanted="zip method 0 (stored)",
-            )
-        raw = self._at(entry.header, _LOCAL.size + len(entry.name))
+            raise self._not_plain(entry)
+        wide = entry.name.encode()
+        raw = self._at(entry.header, _LOCAL.size + len(wide))
         if len(raw) < _LOCAL.size:
             raise self._truncated(f"record {entry.name[:200]!r} lies outside the file")
         fields = _LOCAL.unpack_from(raw)
-        name = str(raw[_LOCAL.size : _LOCAL.size + fields[9]], "utf-8", "replace")
-        if fields[0] != _LOCAL_MAGIC or (entry.name.isascii() and (name != entry.name or fields[9] != len(entry.name))):
+        name = raw[_LOCAL.size : _LOCAL.size + fields[9]]  # in the directory's encoding, which is one of two
+        if fields[0] != _LOCAL_MAGIC or not (name == wide or _same_name(name, entry.name)):
             raise self._truncated(f"record {entry.name[:200]!r} is not where the directory says ({entry.header:,})")
         offset = entry.header + _LOCAL.size + fields[9] + fields[10]
         if offset + entry.size > self.start:
@@ -219,3 +231,11 @@ class ZipDirectory:
         if len(data) != entry.size:
             raise self._truncated(f"record {entry.name[:200]!r} is cut")
         return data
+
+
+def _same_name(raw: bytes, name: str) -> bool:
+    """Whether bytes are a name in the encoding of names without the flag for UTF-8."""
+    try:
+        return raw == name.encode("cp437")
+    except UnicodeEncodeError:
+        return False

@@ -52,7 +52,9 @@ def parse(raw: bytes, *, origin: str) -> Tokenizer:
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}
     try:
-        for number, _, value in _fields(raw):
+        for number, wire, value in _fields(raw):
+            if wire != _BYTES:
+                continue  # as protobuf does with what has another type than the schema's
             if number == 1:
                 text, score, kind = _piece(value)
                 # A symbol that users defined is matched in the text as it is written, with real spaces.
@@ -60,9 +62,9 @@ def parse(raw: bytes, *, origin: str) -> Tokenizer:
                 scores.append(score)
                 types.append(kind)
             elif number == 2:
-                trainer = {n: v for n, _, v in _fields(value)}
+                trainer |= {n: v for n, w, v in _fields(value) if w == _VARINT}
             elif number == 3:
-                normalizer = {n: v for n, _, v in _fields(value)}
+                normalizer |= {n: v for n, w, v in _fields(value) if w == (_BYTES if n == _CHARSMAP else _VARINT)}
     except (ValueError, UnicodeDecodeError, struct.error) as error:
         raise ConvertError(
             Problem(
@@ -109,12 +111,12 @@ def _rules(tokenizer: Tokenizer, trainer: dict[int, Any], normalizer: dict[int, 
 def _piece(raw: bytes) -> tuple[str, float, int]:
     text, score, kind = "", 0.0, NORMAL
     for number, wire, value in _fields(raw):
-        if number == 1:
+        if number == 1 and wire == _BYTES:
             text = value.decode()
         elif number == 2 and wire == _FIXED32:
             score = struct.unpack("<f", value)[0]
-        elif number == 3:
-            kind = int(value)
+        elif number == 3 and wire == _VARINT:
+            kind = value
     return text, score, kind
 
 
