@@ -101,7 +101,16 @@ def unwrap(tree: Any, key: str | None = None, *, file: Path | None = None, drop_
 def _named(spec: TensorSpec, name: str) -> TensorSpec:
     """The spec under a name (``dataclasses.replace`` takes three times as long, and there may be 37,000)."""
     return TensorSpec(
-        name, spec.dtype, spec.shape, spec.file, spec.offset, spec.strides, spec.storage, spec.crc, spec.parts, spec.axis
+        name,
+        spec.dtype,
+        spec.shape,
+        spec.file,
+        spec.offset,
+        spec.strides,
+        spec.storage,
+        spec.crc,
+        spec.parts,
+        spec.axis,
     )
 
 
