@@ -184,10 +184,11 @@ def _refuse_foreign(plan: ConversionPlan, out: Path) -> None:
     from convert.locate import CONFIG_NAMES, INDEX_NAMES, RECORD_NAME, SUFFIXES
 
     known = {f.name for f in plan.files} | set(plan.sidecars) | {RECORD_NAME, LOCK_NAME, *CONFIG_NAMES, *INDEX_NAMES}
-    harmless = (".json", ".txt", ".model", ".jinja", ".md", *SUFFIXES)
+    known.add(".metadata")  # of a distributed checkpoint
+    harmless = (".json", ".txt", ".model", ".jinja", ".md", ".distcp", *SUFFIXES)
     inside = list(out.iterdir())
     foreign = [p.name for p in inside if p.is_dir() or (p.name not in known and p.suffix not in harmless)]
-    if not any(p.name in known or p.suffix in SUFFIXES for p in inside):  # notes are harmless beside weights only
+    if not any(p.name in known or p.suffix in (".distcp", *SUFFIXES) for p in inside):  # notes are harmless beside weights only
         foreign = [p.name for p in inside]
     if foreign:
         raise UsageError(

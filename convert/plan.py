@@ -58,7 +58,7 @@ class Request:
     Attributes:
         target: Layout to write.
         dtype: Canonical type, or None to keep each tensor's own.
-        format: ``safetensors`` or ``pth`` for the from-scratch layout.
+        format: ``safetensors``, ``pth`` or ``dcp`` (torch.distributed.checkpoint) for the from-scratch layout.
         max_shard_size: Bytes per file of a Hugging Face folder.
         model_parallel: Number of Meta files.
         book_class: Which of the book's classes.
@@ -87,7 +87,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Refuse values that an option does not have."""
-        require_choice("format", self.format, ("safetensors", "pth"))
+        require_choice("format", self.format, ("safetensors", "pth", "dcp"))
         require_choice("tie", self.tie, ("share", "copy"))
         require_positive("max_shard_size", self.max_shard_size)
         require_positive("model_parallel", self.model_parallel)
@@ -332,7 +332,7 @@ def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None
 def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims, omitted: list[str]) -> None:
     """Decide files and offsets; what was decided about the model is known by then, since the files say it."""
     from convert.decisions import decisions
-    from convert.shards import shard, split_model_parallel
+    from convert.shards import distribute, shard, split_model_parallel
 
     request = plan.request
     if request.target != "gguf":  # whose types are decided with its files
@@ -342,12 +342,15 @@ def _arrange(plan: ConversionPlan, chosen: list[tuple[Slot, Source]], dims: Dims
     elif request.target == "meta":
         split_model_parallel(plan, chosen, dims)
     elif request.target == "scratch":
-        name = "model.pth" if request.format == "pth" else "model.safetensors"
         tensors = [(slot.name, source) for slot, source in chosen]
         if request.buffers:
             from convert.buffers import buffers
 
             tensors += buffers(plan.table, dims, request.book_class)
+        if request.format == "dcp":
+            distribute(plan, tensors)
+            return
+        name = "model.pth" if request.format == "pth" else "model.safetensors"
         plan.files.append(weight_file(name, [Entry(n, s.dtype, s.shape) for n, s in tensors], plan))
         plan.outputs += [Output(source, (Target(0, n),)) for n, source in tensors]
     else:

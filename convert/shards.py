@@ -11,8 +11,8 @@ from convert.report import fold_problems
 from convert.source import Rows, Source
 
 
-def shard(plan: ConversionPlan, tensors: list[tuple[str, Source]]) -> None:
-    """Fill files in order up to the limit; one file is ``model.safetensors``, several get an index."""
+def _groups(plan: ConversionPlan, tensors: list[tuple[str, Source]]) -> list[list[tuple[str, Source]]]:
+    """Tensors in order, cut so that no file is larger than the limit where a tensor is not."""
     groups: list[list[tuple[str, Source]]] = [[]]
     size = 0
     for name, source in tensors:
@@ -22,6 +22,21 @@ def shard(plan: ConversionPlan, tensors: list[tuple[str, Source]]) -> None:
             size = 0
         groups[-1].append((name, source))
         size += nbytes
+    return groups
+
+
+def distribute(plan: ConversionPlan, tensors: list[tuple[str, Source]]) -> None:
+    """The files of a distributed checkpoint, filled like shards, and its metadata."""
+    from convert.formats.dcp_writer import layouts
+
+    groups = _groups(plan, tensors)
+    plan.files += layouts([[Entry(n, s.dtype, s.shape) for n, s in group] for group in groups])
+    plan.outputs += [Output(s, (Target(i, n),)) for i, group in enumerate(groups) for n, s in group]
+
+
+def shard(plan: ConversionPlan, tensors: list[tuple[str, Source]]) -> None:
+    """Fill files in order up to the limit; one file is ``model.safetensors``, several get an index."""
+    groups = _groups(plan, tensors)
     total = len(groups)
     for i, group in enumerate(groups):
         name = "model.safetensors" if total == 1 else f"model-{i + 1:05d}-of-{total:05d}.safetensors"

@@ -45,10 +45,10 @@ _target_options = {
     "scratch": stack(
         click.option(
             "--format",
-            type=click.Choice(["safetensors", "pth"]),
+            type=click.Choice(["safetensors", "pth", "dcp"]),
             default="safetensors",
             show_default=True,
-            help="File format.",
+            help="File format; dcp is a folder of torch.distributed.checkpoint.",
         ),
     ),
     "gguf": gguf_options,

@@ -53,12 +53,13 @@ class _Record:
         return crcs[self.tensor] if self.tensor is not None and self.size else 0
 
 
-def layout(name: str, entries: Sequence[Entry]) -> FileLayout:
+def layout(name: str, entries: Sequence[Entry], *, bare: bool = False) -> FileLayout:
     """Plan a torch zip file.
 
     Args:
         name: File name relative to the output folder; the archive's root folder is its stem.
         entries: The tensors, in the order of the state dict.
+        bare: The object is the one tensor that there is, not a state dict.
 
     Returns:
         A layout that needs CRCs: ``frame({tensor: crc32})`` yields ``(offset, bytes)`` for all bytes that are
@@ -69,7 +70,8 @@ def layout(name: str, entries: Sequence[Entry]) -> FileLayout:
     """
     _check(name, entries)
     root = PurePath(name).stem or "archive"
-    records = [_small(root, "data.pkl", _state_dict(entries))]
+    tree = b"\x80\x02" + _Pickle().tensor("0", entries[0]) + b"." if bare else _state_dict(entries)
+    records = [_small(root, "data.pkl", tree)]
     records += [_small(root, ".format_version", b"1"), _small(root, ".storage_alignment", b"%d" % ALIGNMENT)]
     records.append(_small(root, "byteorder", b"little"))
     tensors = [

@@ -47,6 +47,8 @@ class Crew:
     """
 
     def __init__(self, place: Place) -> None:
+        # The store's C++ side logs every connection that another rank closes at its end.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         import torch.distributed as dist
 
         self.rank, self.world = place.rank, place.world
