@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from convert.errors import FormatError, Problem
+from convert.config import read_json
+from convert.errors import ConvertError, FormatError, Problem
 
 #: Parts of names that ``peft`` uses for adapters' own tensors.
 _PEFT_PARTS = frozenset(
@@ -88,5 +89,22 @@ def refuse_adapters(names: Iterable[str], *, file: Path | None = None) -> None:
             found=len(found),
             wanted="a merged model",
             hint=hint,
+        )
+    )
+
+
+def adapter_folder(folder: Path) -> ConvertError:
+    """The refusal of a folder with an adapter, with the model that it belongs to."""
+    base = None
+    path = folder / "adapter_config.json"
+    if path.is_file():
+        raw = read_json(path)
+        base = raw.get("base_model_name_or_path") if isinstance(raw, dict) else None
+    return ConvertError(
+        Problem(
+            "adapter",
+            f"{folder} holds a LoRA adapter{f' for {base}' if base else ''}, not a model.",
+            file=str(folder),
+            hint="Merge it first (peft: model.merge_and_unload(), then save_pretrained) and convert the result.",
         )
     )

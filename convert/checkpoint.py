@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
 from convert.choices import require_choice, require_positive
-from convert.detect import candidates, detect, known, refuse_special, score, stated_family
+from convert.detect import candidates, detect, refuse_special, stated_family
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.float8 import attach_scales
 from convert.formats.readers import read_container
@@ -27,6 +27,7 @@ from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
 from convert.opening import find_config, hub_config
 from convert.other_heads import refuse_other_heads, refuse_other_models
+from convert.prefixes import aliased, common_first_parts
 from convert.record import is_of
 from convert.source import FilePool, Source
 from convert.stamps import Stamp, stamps
@@ -35,9 +36,6 @@ from convert.two_configs import disagreement
 
 if TYPE_CHECKING:
     from convert.match import Match
-
-#: How deep in a trainer's modules the model may lie.
-_PREFIX_PARTS = 3
 
 
 @dataclass(slots=True)
@@ -238,7 +236,7 @@ def _open(at: Place, chosen: Options) -> Checkpoint:
     family = chosen.family or (stated_family(raw) if config_layout == "scratch" else None)
     tables = candidates(raw, format=found.format, family=family, table=table, names=tensors)
     refuse_other_heads(tables, tensors)
-    tensors = _aliased(_common_first_parts(tensors, tables, notes), tables, notes)
+    tensors = aliased(common_first_parts(tensors, tables, notes), tables, notes)
     table, layout = detect(
         tensors,
         raw or None,
@@ -328,27 +326,6 @@ def _strip(tensors: dict[str, list[TensorSpec]], notes: list[str]) -> dict[str, 
     mapping, stripped = strip_prefixes(list(tensors), file=file)
     notes += [f"stripped from names: {item}" for item in stripped]
     return {mapping[name]: specs for name, specs in tensors.items()}
-
-
-def _common_first_parts(
-    tensors: dict[str, list[TensorSpec]], tables: list[MappingTable], notes: list[str]
-) -> dict[str, list[TensorSpec]]:
-    """A trainer's module may hold the model as an attribute (``net.tok_emb.weight``): its name is stripped.
-
-    Only if every name begins with it and a table knows the names without it and not with it.
-    """
-    if known(tensors, tables):
-        return tensors
-    prefix = ""
-    for part in next(iter(tensors)).split(".")[:_PREFIX_PARTS]:
-        prefix += part + "."
-        if not all(name.startswith(prefix) and len(name) > len(prefix) for name in tensors):
-            return tensors
-        bare = {name[len(prefix) :]: specs for name, specs in tensors.items()}
-        if known(bare, tables):
-            notes.append(f"stripped from names: {prefix} ({len(bare)} names)")
-            return bare
-    return tensors
 
 
 def _gather(containers: list[Container]) -> dict[str, list[TensorSpec]]:

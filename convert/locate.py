@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from convert import hub_cache
+from convert.adapters import adapter_folder
 from convert.config import read_json
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
+from convert.trainers import refuse_folder
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 CONFIG_NAMES = ("config.json", "params.json", "scratch_config.json")
@@ -25,7 +27,16 @@ RECORD_NAME = "conversion.json"
 _DCP = ".metadata"
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".index")
 #: What trainers leave beside weights.
-NOT_WEIGHTS = ("optimizer.", "scheduler.", "rng_state", "training_args.", "scaler.", "random_states")
+NOT_WEIGHTS = (
+    "optimizer.",
+    "scheduler.",
+    "rng_state",
+    "training_args.",
+    "scaler.",
+    "random_states",
+    "sampler.",
+    "dl_state_dict.",
+)
 FORMATS = ("safetensors", "torch", "gguf", "tensorflow")
 #: What the files of a TensorFlow checkpoint end in beside its index.
 _TENSORFLOW = (".meta", ".data-")
@@ -119,6 +130,7 @@ def _from_folder(folder: Path) -> Found:
     names = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in SUFFIXES)
     names = [p for p in names if not p.name.startswith(NOT_WEIGHTS)]
     names = [p for p in names if p.suffix != ".index" or any(folder.glob(f"{p.stem}.data-*"))]
+    refuse_folder(folder, names)
     indexes = [folder / n for n in INDEX_NAMES if (folder / n).is_file()]
     adapters = [p for p in names if p.name.startswith("adapter_model")]
     gone = [p for p in hub_cache.dangling(folder) if p.suffix in SUFFIXES or p.name in INDEX_NAMES]
@@ -126,7 +138,7 @@ def _from_folder(folder: Path) -> Found:
     if gone:
         raise ConvertError(_dangling(gone))
     if adapters or (folder / "adapter_config.json").is_file():
-        raise _adapter(folder)
+        raise adapter_folder(folder)
     sets: dict[str, list[Path]] = {}
     for index in indexes:
         mapped = set(weight_map(index).values())
@@ -338,22 +350,6 @@ def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:
         found=list(sets),
         wanted="one set",
         hint="Name the file (or the index) that is meant, or move the others away.",
-    )
-
-
-def _adapter(folder: Path) -> ConvertError:
-    base = None
-    path = folder / "adapter_config.json"
-    if path.is_file():
-        raw = read_json(path)
-        base = raw.get("base_model_name_or_path") if isinstance(raw, dict) else None
-    return ConvertError(
-        Problem(
-            "adapter",
-            f"{folder} holds a LoRA adapter{f' for {base}' if base else ''}, not a model.",
-            file=str(folder),
-            hint="Merge it first (peft: model.merge_and_unload(), then save_pretrained) and convert the result.",
-        )
     )
 
 

@@ -291,15 +291,12 @@ def _dtype_problem(slot: Slot, specs: list[TensorSpec]) -> Problem | None:
         )
     if first.is_float or first.is_quantized or specs[0].scale is not None:
         return None
-    hint = (
-        "FP8 needs its scales; dequantise it first." if first.name.startswith("F8") else "Packed or converted weights?"
-    )
     return Problem(
         "dtype",
         f"{slot.name!r} is {first.name}, which is no plain floating-point type.",
         tensor=slot.name,
         found=first.name,
-        hint=hint,
+        hint="Packed or converted weights?",
     )
 
 

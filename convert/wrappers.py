@@ -8,7 +8,8 @@ its moving average) are a question to the user, never a guess. :func:`strip_pref
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from convert.adapters import refuse_adapters
 from convert.errors import FormatError, Problem, UsageError
 from convert.formats.placeholders import TENSOR_MAKERS, Placeholder, as_mapping
 from convert.formats.spec import TensorSpec
+from convert.prefixes import side_by_side
+from convert.trainers import no_model, refuse_megatron, refuse_pieces
 from convert.wrapped_config import config_around
 
 #: Path parts that wrappers of modules insert: torch.compile, DDP and DataParallel, FSDP, checkpointing.
@@ -78,24 +81,50 @@ def unwrap(tree: Any, key: str | None = None, *, file: Path | None = None, drop_
             tensors of unreadable kinds, or names that collide after stripping.
     """
     where = str(file) if file is not None else None
+    refuse_megatron(tree, where)
     chosen = key if key is not None else _find(tree, where)
     chain = _follow(tree, chosen, where)
     state = as_mapping(chain[-1])
+    refuse_pieces(tree, state or {}, where)
     if state is None or not any(isinstance(value, TensorSpec) for value in state.values()):
-        raise _no_tensors(tree, chosen, chain[-1], where)
+        raise no_model(tree, chosen, chain[-1], where)
     found = {name: value for name, value in state.items() if isinstance(value, TensorSpec) and isinstance(name, str)}
     _refuse_unreadable(state, where)
     refuse_adapters(found, file=file)
-    names, stripped = strip_prefixes(found, file=file)
+    counters = [name for name, clean in strip_prefixes(found, file=file)[0].items() if _is_counter(clean, found[name])]
+    names, stripped = strip_prefixes([name for name in found if name not in counters], file=file)
+    _refuse_side_by_side(list(names.values()), chosen, where)
     if drop_prefix and all(name.startswith(drop_prefix) and len(name) > len(drop_prefix) for name in names.values()):
         names = {old: name[len(drop_prefix) :] for old, name in names.items()}
         stripped.append(f"{drop_prefix} ({len(names)} names)")
-    others = _others(chain[:-1], chosen, state)
+    others = [f"{name} (a counter)" for name in counters] + _others(chain[:-1], chosen, state)
     notes = [f"the model was found under the key {chosen!r}"] if chosen else []
     notes += [f"stripped from names: {item}" for item in stripped]
     notes += [f"not converted: {item}" for item in others]
-    tensors = {names[old]: _named(spec, names[old]) for old, spec in found.items()}
+    tensors = {new: _named(found[old], new) for old, new in names.items()}
     return Unwrapped(tensors, config_around(chain[:-1]), stripped, others, chosen, notes)
+
+
+def _is_counter(name: str, spec: TensorSpec) -> bool:
+    """A number beside the modules' tensors: how often an average was taken, or which step this is."""
+    return "." not in name and not spec.type.is_float and not spec.type.is_quantized and math.prod(spec.shape) == 1
+
+
+def _refuse_side_by_side(names: list[str], key: str, where: str | None) -> None:
+    """Two models in one state dict, each under its own first part, are a question like two dicts are."""
+    if not (alike := side_by_side(names)):
+        return
+    keys = [f"{key}.{first}" if key else first for first in alike]
+    raise UsageError(
+        Problem(
+            "ambiguous",
+            f"The state dict holds {len(alike)} models with the same tensors: {' and '.join(keys)}.",
+            file=where,
+            found=keys,
+            wanted="one",
+            hint=f"Say which one with --key, for example --key {keys[0]}.",
+        )
+    )
 
 
 def _named(spec: TensorSpec, name: str) -> TensorSpec:
@@ -174,7 +203,7 @@ def _collect(value: Any, path: str, depth: int, found: dict[str, dict[Any, Any]]
             and not (dotted and "." in str(name))
         ):
             below |= _collect(child, f"{path}.{name}" if path else str(name), depth + 1, found, seen)
-    if not below and direct and not dotted:
+    if not below and direct and not dotted and not all(_is_counter(name, items[name]) for name in direct):
         found[path] = items
     return below or bool(direct)
 
@@ -197,7 +226,7 @@ def _find(tree: Any, where: str | None) -> str:
     if len(found) == 1:
         return next(iter(found))
     if not found:
-        raise _no_tensors(tree, "", tree, where)
+        raise no_model(tree, "", tree, where)
     raise UsageError(
         Problem(
             "ambiguous",
@@ -234,6 +263,9 @@ def _follow(tree: Any, key: str, where: str | None) -> list[Any]:
                 rest = ".".join(parts[count:])
                 break
         else:
+            if items is not None and (below := _below(items, rest)):
+                chain.append(below)
+                break
             here = [str(name) for name in items][:_MAX_LISTED] if items else []
             found = candidates(tree)
             raise UsageError(
@@ -249,57 +281,14 @@ def _follow(tree: Any, key: str, where: str | None) -> list[Any]:
     return chain
 
 
-def _no_tensors(tree: Any, key: str, value: Any, where: str | None) -> FormatError:
-    """Why there is no state dict: a whole pickled module, only an optimizer, or nothing."""
-    module = next(_modules(value if key else tree), None)
-    at = f" under {key!r}" if key else ""
-    if module is not None:
-        return FormatError(
-            Problem(
-                "whole_model",
-                f"The file holds a whole pickled Python object ({module.name}){at}, not a state dict; "
-                "reading it would mean executing its code, which is never done.",
-                file=where,
-                found=module.name,
-                wanted="a dict of tensors",
-                hint="Where its class is importable, save the weights alone: torch.save(model.state_dict(), path).",
-            )
-        )
-    items = as_mapping(value)
-    keys = [str(name)[:60] for name in items][:_MAX_LISTED] if items else []
-    what = f"it holds {', '.join(map(repr, keys))}" if keys else f"it holds a {type(value).__name__}"
-    return FormatError(
-        Problem(
-            "no_tensors",
-            f"There is no state dict in the file{at}: {what}.",
-            file=where,
-            found=keys or type(value).__name__,
-            wanted="a dict of tensors",
-            hint="An optimizer or scheduler file holds no model; give the file that does.",
-        )
-    )
-
-
-def _modules(value: Any) -> Iterator[Placeholder]:
-    """Unread objects that have parameters or submodules, at the top or one or two levels below."""
-    level, seen = [value], 0
-    for _ in range(3):
-        below: list[Any] = []
-        for item in level:
-            if (
-                isinstance(item, Placeholder)
-                and item.fields
-                and not {"_parameters", "_modules"}.isdisjoint(item.fields)
-            ):
-                yield item
-            elif (items := as_mapping(item)) is not None:
-                below += items.values()
-            seen += 1
-            if seen > 10_000:
-                return
-        level = below
-    if isinstance(value, Placeholder) and value.called:
-        yield value
+def _below(items: dict[Any, Any], prefix: str) -> dict[Any, Any]:
+    """The tensors of a state dict whose names begin with some parts, which wrappers' parts may precede."""
+    specs = {name: leaf for name, leaf in items.items() if isinstance(leaf, TensorSpec) and isinstance(name, str)}
+    if not specs:
+        return {}
+    clean, _ = strip_prefixes(specs)
+    start = prefix + "."
+    return {clean[n][len(start) :]: spec for n, spec in specs.items() if clean[n].startswith(start)}
 
 
 def _refuse_unreadable(state: dict[Any, Any], where: str | None) -> None:
@@ -352,7 +341,7 @@ def _others(around: list[Any], key: str, state: dict[Any, Any]) -> list[str]:
         f"{str(name)[:80]} ({_describe(leaf)})"
         for value in around
         for name, leaf in (_items(value) or {}).items()
-        if key != str(name) and not key.startswith(f"{name}.")
+        if key != str(name) and not key.startswith(f"{name}.") and not any(leaf is x for x in [*around, state])
     ]
     listed = inner + outer
     return listed if len(listed) <= 50 else [*listed[:50], f"{len(listed) - 50} more"]

@@ -139,7 +139,6 @@ def test_a_layer_more_and_a_layer_less_than_the_config_says(tmp_path):
         (torch.int8, "I8"),
         (torch.uint8, "U8"),
         (torch.int64, "I64"),
-        (torch.float8_e4m3fn, "F8_E4M3"),
         (torch.bool, "BOOL"),
     ],
 )
@@ -148,7 +147,6 @@ def test_types_that_are_no_plain_numbers(tmp_path, dtype, said):
     name = "model.layers.0.mlp.up_proj.weight"
     problem = only(match(edit(made.path, lambda s: s.update({name: s[name].to(dtype)}))))
     assert problem.kind == "dtype" and problem.found == said
-    assert ("scales" in str(problem.hint)) == said.startswith("F8")
 
 
 # --- biases -----------------------------------------------------------------------------------------------------------
