@@ -336,32 +336,6 @@ def _gather(containers: list[Container]) -> dict[str, list[TensorSpec]]:
     return tensors
 
 
-def _aliased(
-    tensors: dict[str, list[TensorSpec]],
-    tables: list[MappingTable],
-    notes: list[str],
-) -> dict[str, list[TensorSpec]]:
-    """Names that begin in another way in some files (``[[alias]]`` of a table).
-
-    A base model saved without its wrapper lacks the ``model.`` in front (pains L5); a multimodal one has more of it.
-    """
-    plain = max((score(t, x, tensors) for t in tables for x in t.layouts), default=0.0)
-    for found in tables:
-        for layout in {rule.layout: None for rule in found.alias}:
-            rules = [rule for rule in found.alias if rule.layout == layout]
-            by_rule = {n: next((r for r in rules if n.startswith(r.found)), None) for n in tensors}
-            renamed = {(n if (r := by_rule[n]) is None else r.name + n[len(r.found) :]): s for n, s in tensors.items()}
-            # Another layout may have names that begin so by right (Meta's `layers.`).
-            if len(renamed) < len(tensors) or score(found, layout, renamed) <= plain:
-                continue
-            for rule in rules:
-                hits = sum(r is rule for r in by_rule.values())
-                if hits:
-                    notes.append(f"names begin with {rule.found!r} where {rule.name!r} is usual ({hits} tensors)")
-            return renamed
-    return tensors
-
-
 def _record(found: Found, containers: list[Container], notes: list[str]) -> dict[str, Any]:
     """What an earlier conversion wrote beside the weights; one of other weights says nothing of these."""
     if found.record is None:
