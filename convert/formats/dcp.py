@@ -65,8 +65,8 @@ def read(folder: Path) -> Container:
     """Open a folder: its metadata, no tensor data and no stream.
 
     Returns:
-        A container of format ``dcp`` with ``metadata={"tree": …, "chunks": …}``; :func:`convert.wrappers.unwrap` picks
-        the model's tensors from the tree, :func:`resolve` then finds their bytes.
+        A container of format ``dcp`` with ``metadata={"tree": …, "chunks": …, "paths": …}``:
+        :func:`convert.wrappers.unwrap` picks the model's tensors from the tree, :func:`resolve` then finds their bytes.
 
     Raises:
         FormatError: The metadata is absent, damaged, names what it has no use for, or contradicts the files.
@@ -95,8 +95,10 @@ def read(folder: Path) -> Container:
         raise FormatError(problems[:_MAX_PROBLEMS])
     files = tuple(dict.fromkeys(sorted(c.file for found in chunks.values() for c in found)))
     tensors = {name: spec for name, spec in specs.items() if isinstance(spec, TensorSpec)}
-    tree = _tree(specs, meta.get("planner_data"))
-    return Container("dcp", (*files, path), tensors, metadata={"tree": tree, "chunks": chunks})
+    paths = meta.get("planner_data")
+    paths = {n: p for n, p in paths.items() if _is_path(p)} if isinstance(paths, dict) else {}
+    more = {"tree": _tree(specs, paths), "chunks": chunks, "paths": paths}
+    return Container("dcp", (*files, path), tensors, metadata=more)
 
 
 def read_file(path: Path) -> Container:
@@ -256,14 +258,17 @@ def _leaf(name: str, dtype: str, shape: tuple[int, ...], path: Path) -> TensorSp
     return TensorSpec(name, dtype, shape, path, 0, storage=name)
 
 
-def _tree(specs: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
+def _is_path(value: Any) -> bool:
+    return type(value) is tuple and 0 < len(value) <= 50 and all(type(part) in (str, int) for part in value)
+
+
+def _tree(specs: Mapping[str, Any], paths: Mapping[Any, Any]) -> dict[Any, Any]:
     """The nested dicts that were saved; the metadata keeps each tensor's path through them."""
     tree: dict[Any, Any] = {}
     for name, leaf in specs.items():
-        way = paths.get(name) if isinstance(paths, dict) else None
-        if not isinstance(way, tuple) or not way or not all(isinstance(p, str | int) for p in way) or len(way) > 50:
-            first, dot, rest = name.partition(".")
-            way = (first, rest) if dot and first.startswith(_BESIDE) else (name,)
+        first, dot, rest = name.partition(".")
+        told = (first, rest) if dot and first.startswith(_BESIDE) else (name,)
+        way = paths.get(name, told)
         at = tree
         for part in way[:-1]:
             inner = at.setdefault(part, {})
