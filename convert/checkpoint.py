@@ -94,6 +94,8 @@ class Checkpoint:
         origin: The repository on the Hub and its commit, if it comes from there: ``repo``, ``commit``, ``inside``.
         remote_files: Name, bytes and SHA-256 of its weight files, as the Hub states them.
         called: What the user called it there.
+        only_samples: Samples decide whether two tensors are one (head and embedding, repeated heads), not every byte:
+            for a look or a plan that is not carried out. To be set before anything is matched.
     """
 
     path: Path
@@ -116,6 +118,7 @@ class Checkpoint:
     origin: Mapping[str, Any] = field(default_factory=dict)
     remote_files: list[dict[str, Any]] = field(default_factory=list)
     called: str | None = None
+    only_samples: bool = False
 
     @property
     def title(self) -> str:

@@ -12,7 +12,7 @@ from convert.errors import UsageError
 from convert.gguf_request import OPTIONS as GGUF_OPTIONS
 from convert.gguf_request import GgufRequest
 from convert.hub.place import place
-from convert.plan import ConversionPlan, Request, make_plan, request_dtype
+from convert.plan import ConversionPlan, Request, decides_head, make_plan, request_dtype
 from convert.platform import keep_freed_memory
 from convert.run import Summary, check_target, run
 
@@ -72,6 +72,7 @@ def plan_conversion(
             chosen["names"] = names
         wanted = options.get("layout") or source_layout
         opened = open_checkpoint(place(opened, layout=wanted, way=way), **chosen)
+        opened.only_samples = way == "look"
     if source_layout is not None and opened.layout != source_layout:
         raise UsageError(
             f"{opened.path} is in the {opened.layout} layout, not {source_layout}.",
@@ -92,7 +93,10 @@ def plan_conversion(
         table = load_names(names)
         if table.family != opened.family:
             raise UsageError(f"--names extends {table.family!r}, but the source is of the family {opened.family!r}.")
-    return make_plan(opened, request, table=table)
+    plan = make_plan(opened, request, table=table)
+    if opened.only_samples and plan.tied and decides_head(request) and opened.match.tie_needs_reading():
+        plan.notes.append("head and embedding are equal in samples of both; the conversion compares every byte")
+    return plan
 
 
 def _gguf_request(to: str, dtype: str | None, options: dict[str, Any]) -> GgufRequest:

@@ -50,6 +50,7 @@ def inspect(src: str | Path | Checkpoint, **options: Any) -> Inspection:
         return _inspect(src)
     at = place(src, layout=options.get("layout"), way="glance")
     with open_checkpoint(at, **options) as checkpoint:
+        checkpoint.only_samples = True
         return _inspect(checkpoint)
 
 

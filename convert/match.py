@@ -68,6 +68,7 @@ class Match:
             sampled: Read at most 8 MB of each, instead of all, where headers do not tell.
         """
         pair = self.tied_pair()
+        sampled = sampled or self.checkpoint.only_samples
         if pair is None:
             return False
         head, base = (self.logical.get(k) for k in pair)

@@ -203,7 +203,7 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
         from convert.gguf_metadata import tokenizer_keys
 
         keys = tokenizer_keys(source, request, found)
-    tied = matched.tied(sampled=False) if _needs_tie(request) else matched.tied(sampled=True)
+    tied = matched.tied(sampled=not decides_head(request))
     config = dict(source.config) | {"tie_word_embeddings": tied and request.tie != "copy"}
     if problems := refusals(table, Dims(table, config), request):  # the tensors may say otherwise than the config
         raise ConvertError(problems)
@@ -244,8 +244,8 @@ def _target_table(source: Checkpoint, request: Request) -> MappingTable:
     return for_class(table, request.book_class) if request.target == "scratch" else table
 
 
-def _needs_tie(request: Request) -> bool:
-    # Only where a head is dropped must every byte be compared; elsewhere the answer is a remark.
+def decides_head(request: Request) -> bool:
+    """Whether a tied head is dropped, so that every byte must be compared; elsewhere the answer is a remark."""
     return request.target in ("hf", "gguf") and request.tie != "copy"
 
 

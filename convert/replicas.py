@@ -61,7 +61,8 @@ def collapse(match: Match) -> int:
         return 1
     keys = [k for k in match.logical if _is_kv(match, k[0])]
     step = 1
-    while heads % (step * 2) == 0 and all(_repeats(match.logical[k], head_dim, step * 2) for k in keys):
+    few = checkpoint.only_samples
+    while heads % (step * 2) == 0 and all(_repeats(match.logical[k], head_dim, step * 2, few=few) for k in keys):
         step *= 2
     if step == 1:
         return 1
@@ -70,8 +71,9 @@ def collapse(match: Match) -> int:
     name = primary_key(checkpoint.table, "K")
     assert name is not None
     checkpoint.config[name] = heads // step
+    equal = "equal in their first and last rows" if few else "bit-equal"
     match.notes.append(
-        f"each of the {heads // step} key/value heads is stored {step} times, bit-equal, for {files} files; "
+        f"each of the {heads // step} key/value heads is stored {step} times, {equal}, for {files} files; "
         "the copies are dropped"
     )
     return step
@@ -120,12 +122,13 @@ def _is_kv(match: Match, row_id: str) -> bool:
     return match.checkpoint.table.rows[row_id].shape[0].text == "K*hd"
 
 
-def _repeats(source: Source, head_dim: int, step: int) -> bool:
-    """Whether each group of ``step`` heads holds one head ``step`` times."""
+def _repeats(source: Source, head_dim: int, step: int, *, few: bool) -> bool:
+    """Whether each group of ``step`` heads holds one head ``step`` times; with ``few`` by first and last rows alone."""
+    rows = ((0, 1), (head_dim - 1, head_dim)) if few else ((0, head_dim),)
     for start in range(0, source.shape[0], head_dim * step):
-        first = source.read(start, start + head_dim).tobytes()
+        first = [source.read(start + a, start + b).tobytes() for a, b in rows]
         for copy in range(1, step):
             at = start + copy * head_dim
-            if source.read(at, at + head_dim).tobytes() != first:
+            if any(source.read(at + a, at + b).tobytes() != x for (a, b), x in zip(rows, first, strict=True)):
                 return False
     return True

@@ -115,6 +115,8 @@ def run(
         Cancelled: ``cancel`` was set.
     """
     require_choice("check", check, CHECKS)
+    if plan.source.only_samples:
+        raise UsageError("this plan was made for a look, from samples.", hint="Plan again with way='download'.")
     plan.bind(out)
     try:
         check_target(plan, out, overwrite=overwrite, force=force, resume=resume)

@@ -147,6 +147,7 @@ def validate(
             _hash(out, _files(at.path), checksums, {}, threads, progress)
         return out
     with checkpoint:
+        checkpoint.only_samples = not scan
         out = _validate(checkpoint, model, names, scan, threads, progress)
         if hashes or checksums is not None:
             _hash(out, checkpoint.files, checksums, checkpoint.record, threads, progress)
