@@ -276,7 +276,7 @@ def _open(at: Place, chosen: Options) -> Checkpoint:
         origin=at.origin,
         remote_files=at.files,
         called=str(at.name) if at.name is not None else None,
-        **({"pool": at.pool} if at.pool is not None else {}),
+        pool=at.pool or FilePool(),
     )
 
 

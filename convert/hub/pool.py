@@ -67,9 +67,9 @@ class RemotePool(FilePool):
         os.ftruncate(fd, file.size)
         self._files[path], self._kept[path], self._fds[path] = file, Intervals(), fd
         self._one[path] = threading.Lock()
-        self._dated(path)
+        self.dated(path)
 
-    def _dated(self, path: Path) -> None:
+    def dated(self, path: Path) -> None:
         """A time of change that tells contents apart, since the file's own says nothing."""
         file = self._files[path]
         os.utime(path, ns=(0, int((file.sha256 or file.blob or "0")[:13], 16)))
@@ -94,7 +94,7 @@ class RemotePool(FilePool):
                 with self._keeping:
                     self._kept[path].add(low, high)
             if gaps:
-                self._dated(path)
+                self.dated(path)
 
     def read_into(self, path: Path, buffer: memoryview, offset: int) -> None:
         """See :meth:`FilePool.read_into`."""

@@ -68,7 +68,10 @@ def target_name(text: str) -> Name:
     Raises:
         UsageError: It is no such name.
     """
-    found = parse(text if text.startswith("hf://") else f"hf://{text}")
+    try:
+        found = parse(text if text.startswith("hf://") else f"hf://{text}")
+    except UsageError:
+        found = None
     if found is None or found.inside:
         raise UsageError(f"{text!r} is no repository's name.", hint="Write org/name, or org/name@branch.")
     return found

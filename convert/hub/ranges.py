@@ -33,7 +33,7 @@ class Ranges:
 
     Attributes:
         requests: How many were sent (redirects count once).
-        received: Bytes of bodies.
+        received: Bytes of bodies, about.
         waits: How often a wait was asked for, or a connection was cut.
     """
 
@@ -117,7 +117,7 @@ class Ranges:
                     with self._lock:
                         self._places.pop(file.path, None)
                     return self._some(file, buffer, start, done, cancel)
-                if status in BUSY:
+                if status in BUSY or (status in _EXPIRED and response.history):
                     response.read()
                     raise _Busy(_status_error(response), retry_after(response.headers))
                 if status >= 400:
@@ -127,9 +127,8 @@ class Ranges:
                 with self._lock:
                     if str(response.url) != url and not known:
                         self._places[file.path] = str(response.url)
-                for chunk in response.iter_raw(1 << 20):
-                    with self._lock:
-                        self.received += len(chunk)
+                for chunk in response.iter_raw():  # as they come: what came before a cut is kept
+                    self.received += len(chunk)
                     if skip:
                         cut = min(skip, len(chunk))
                         chunk, skip = chunk[cut:], skip - cut

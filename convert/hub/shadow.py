@@ -32,7 +32,7 @@ _TAIL_BYTES = 128 << 10
 #: A record's own header, before its name; and what padding, or a small record, takes at most.
 _LOCAL_BYTES, _EXTRA_BYTES = 30, 1024
 #: Requests at a time.
-PARALLEL = 16
+PARALLEL = 32
 #: Without tensors' values nobody needs a vocabulary of many megabytes.
 _SMALL_BYTES = 1 << 20
 
@@ -150,6 +150,7 @@ def _gguf(pool: RemotePool, path: Path, file: RemoteFile, have: int) -> None:
         more = min(file.size, max(_GGUF_MORE, 2 * have))
         pool.keep(path, 0, more)
         have = more
+    pool.dated(path)
     for info in header.infos if header is not None else ():
         if info.name == "rope_freqs.weight":  # a few numbers that belong to the config
             at = header.data_start + info.offset  # type: ignore[union-attr]

@@ -67,5 +67,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     for name in [n for n in out if n.endswith("conversion.json")]:
         record = json.loads(out[name])
         record["source"].pop("hub", None)
+        record["notes"] = [n for n in record["notes"] if "on the Hub" not in n and "not fetched" not in n]
         out[name] = json.dumps(record).encode()
     return out
