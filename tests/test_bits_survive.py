@@ -81,3 +81,58 @@ def test_integer_and_bool_buffers_are_ignored_with_a_reason(tmp_path):
         summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch")
     assert any("inv_freq" in n and "ignored" in n for n in summary.notes)
     assert not any("inv_freq" in k for k in load_file(tmp_path / "out" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("suffix", ["bin", "pth", "safetensors"])
+def test_every_container_gives_the_same_bits(mixed, tmp_path, suffix):
+    """Torch files too, contiguous or with strides, and with what is not a number in them."""
+    wanted = load_file(mixed.path / "model.safetensors")
+    if suffix != "safetensors":
+        stored = {n: t.t().contiguous().t() if "o_proj" in n else t for n, t in wanted.items()}
+        assert not stored["model.layers.0.self_attn.o_proj.weight"].is_contiguous()
+        (mixed.path / "model.safetensors").unlink()
+        torch.save(stored, mixed.path / f"pytorch_model.{suffix}")
+    convert.convert_checkpoint(mixed.path, tmp_path / "out", to="hf", check="full")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(bits(found[name]), bits(tensor)), name
+
+
+@pytest.mark.parametrize("dtype", sorted(INTEGERS, key=str))
+def test_zeros_and_subnormals_survive_gguf(tmp_path, dtype):
+    """Matrices keep their type; one-dimensional tensors are float32 there, which holds every value of the others."""
+    made = make_hf(tmp_path / "source", "gqa8", dtype=str(dtype).removeprefix("torch."))
+    state = load_file(made.path / "model.safetensors")
+    chosen = odd(dtype)
+    finite = chosen[torch.isfinite(chosen)]
+    assert {0} < set(bits(finite).tolist()) and len(finite) == 4  # both zeros, two subnormals
+    for tensor in state.values():
+        tensor.view(-1)[: len(finite)] = finite
+    save_file(state, made.path / "model.safetensors", metadata={"format": "pt"})
+    kind = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
+    plain = {"tokenizer": False, "check": "full"}
+    convert.convert_checkpoint(made.path, tmp_path / "a.gguf", to="gguf", type=kind, **plain)
+    convert.convert_checkpoint(tmp_path / "a.gguf", tmp_path / "b.gguf", to="gguf", **plain)
+    convert.convert_checkpoint(tmp_path / "b.gguf", tmp_path / "back", to="hf", **plain)
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    for name, tensor in state.items():
+        if tensor.ndim > 1:
+            assert found[name].dtype == dtype
+        assert torch.equal(bits(found[name].to(dtype)), bits(tensor)), name
+    state["model.norm.weight"][0] = float("nan")  # control: what is no number is told, not carried
+    save_file(state, made.path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(convert.ConvertError, match=r"model\.norm|output_norm"):
+        convert.convert_checkpoint(made.path, tmp_path / "c.gguf", to="gguf", type=kind, **plain)
+
+
+def test_counters_are_ignored_with_a_reason(tmp_path):
+    """What averages and trainers keep beside weights: integers and truth values."""
+    made = make_hf(tmp_path / "source", "gqa8")
+    state = load_file(made.path / "model.safetensors")
+    (made.path / "model.safetensors").unlink()
+    counters = {"n_averaged": torch.tensor(7), "initted": torch.tensor([True]), "module.step": torch.tensor(3)}
+    torch.save(counters | {f"module.{n}": t for n, t in state.items()}, made.path / "pytorch_model.bin")
+    summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(state)
+    for name in counters:
+        assert f"not converted: {name} (a counter)" in summary.notes
