@@ -12,12 +12,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 from convert.errors import ConvertError, Problem, UsageError
 from convert.ranks import Place
+from convert.ranks.interface import name_interface
+from convert.ranks.line import Line
 
 #: Seconds: for all ranks to have started; between signs of life; until a rank without one is given up.
 JOIN_SECONDS = 300.0
@@ -66,8 +68,9 @@ class Crew:
                 place.host, place.port, self.world, is_master=self.rank == 0 and not agent, timeout=wait
             )
             again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = dist.PrefixStore(f"convert/{again}", store)
-            dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.world, timeout=wait)
+            prefixed = dist.PrefixStore(f"convert/{again}", store)
+            name_interface(place.host, place.port)
+            dist.init_process_group("gloo", store=prefixed, rank=self.rank, world_size=self.world, timeout=wait)
         except (RuntimeError, ValueError) as error:
             said = str(error).splitlines()[0][:300]
             raise ConvertError(
@@ -77,6 +80,7 @@ class Crew:
                     hint="Were all of them started, and is the port open between the machines?",
                 )
             ) from error
+        self._store = Line(prefixed, LOST_SECONDS)
         self._store.set(f"name/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")
         self._watch = threading.Thread(target=self._work, name="ranks", daemon=True)
         self._watch.start()
@@ -94,7 +98,8 @@ class Crew:
 
     def say(self, word: str, value: Any = None) -> None:
         """Let :meth:`hear` of the other ranks return ``value``."""
-        self._store.set(f"say/{word}", json.dumps(value))
+        with self._answered():
+            self._store.set(f"say/{word}", json.dumps(value))
 
     def hear(self, word: str) -> Any:
         """Wait until some rank says ``word``.
@@ -102,8 +107,9 @@ class Crew:
         Raises:
             ConvertError: A rank failed meanwhile.
         """
-        self._until(lambda: self._store.check([f"say/{word}"]))
-        return json.loads(self._store.get(f"say/{word}"))
+        self._until(lambda: self._store.has(f"say/{word}"))
+        with self._answered():
+            return json.loads(self._store.get(f"say/{word}"))
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, in the order of the ranks; all must call this the same number of times.
@@ -113,7 +119,8 @@ class Crew:
         """
         self._step += 1
         key = f"at/{self._step}"
-        self._store.add(key, 1)
+        with self._answered():
+            self._store.add(key, 1)
         self._until(lambda: self._store.add(key, 0) >= self.world)  # nobody enters gloo who may have to be left there
         out: list[Any] = [None] * self.world
         try:
@@ -122,6 +129,15 @@ class Crew:
             self._until(lambda: False, seconds=LOST_SECONDS)
             raise ConvertError(Problem("rank_lost", f"a rank was lost: {str(error).splitlines()[0][:200]}")) from error
         return out
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        """The store answers in the block, or the rank that keeps it is lost."""
+        try:
+            yield
+        except RuntimeError:
+            self._store_gone()
+            raise self.error from None
 
     def _until(self, ready: Callable[[], bool], *, seconds: float | None = None) -> None:
         end = None if seconds is None else time.monotonic() + seconds
@@ -157,7 +173,7 @@ class Crew:
 
     def _post(self, failure: dict[str, Any]) -> None:
         with contextlib.suppress(RuntimeError):
-            failure = json.loads(self._store.compare_set("failed", "", json.dumps(failure)))
+            failure = json.loads(self._store.first("failed", json.dumps(failure)))
         self._failure = failure
         self.stopped.set()
 
@@ -208,7 +224,7 @@ class Crew:
         if rank < 0:
             return ""
         try:
-            if self._store.check([f"name/{rank}"]):
+            if self._store.has(f"name/{rank}"):
                 return f"rank {rank} ({self._store.get(f'name/{rank}').decode()})"
         except RuntimeError:
             pass
@@ -230,7 +246,7 @@ class Crew:
             number += 1
             try:
                 self._store.set(f"beat/{self.rank}", f"{number} {self._done}")
-                if self._failure is None and self._store.check(["failed"]):
+                if self._failure is None and self._store.has("failed"):
                     self._failure = json.loads(self._store.get("failed"))
                     self.stopped.set()
                 total = 0
@@ -251,7 +267,7 @@ class Crew:
 
     def _beat(self, rank: int) -> bytes:
         key = f"beat/{rank}"
-        return bytes(self._store.get(key)) if self._store.check([key]) else b""
+        return self._store.get(key) if self._store.has(key) else b""
 
     def _lost(self, rank: int) -> None:
         said = f"{self.name(rank)} was lost: no sign of life for {LOST_SECONDS:.0f} s."
@@ -273,7 +289,7 @@ class Crew:
         while waiting and time.monotonic() < end:
             try:
                 for rank in list(waiting):
-                    if self._store.check([f"{what}/{rank}"]):
+                    if self._store.has(f"{what}/{rank}"):
                         del waiting[rank]
                     elif (beat := self._beat(rank)) != waiting[rank][0]:
                         waiting[rank] = beat, time.monotonic()
@@ -304,6 +320,7 @@ class Crew:
     def close(self) -> None:
         """Leave the others; nothing of this is of use afterwards."""
         self._closing.set()
-        self._watch.join()
-        with contextlib.suppress(RuntimeError, ValueError):
-            self._dist.destroy_process_group()
+        self._watch.join(LOST_SECONDS)
+        if self._failure is None:  # else it may wait for a rank that is no more
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._dist.destroy_process_group()

@@ -2,7 +2,8 @@
 
 ``BATCH`` holds the command lines as JSON, ``FAULT`` what shall happen: ``kill:1:5`` ends rank 1 with SIGKILL at its
 fifth piece, ``full:1:5`` lets its disk be full there, ``slow:0.1`` makes every piece of every rank take so many
-seconds, ``blind:1`` shows rank 1 no partial folder. ``CODES`` names a file for the exit codes of rank 0.
+seconds, ``blind:1`` shows rank 1 no partial folder. ``LOST`` is how long a rank may be silent, ``CODES`` names a file
+for the exit codes of rank 0.
 """
 
 from __future__ import annotations
@@ -72,5 +73,10 @@ def run_all(batch: list[list[str]]) -> int:
 
 if __name__ == "__main__":
     small_pieces()
-    _inject(os.environ.get("FAULT", "none"), int(os.environ["RANK"])) if ":" in os.environ.get("FAULT", "") else None
+    if "LOST" in os.environ:
+        from convert.ranks import crew
+
+        crew.LOST_SECONDS = float(os.environ["LOST"])
+    if "FAULT" in os.environ:
+        _inject(os.environ["FAULT"], int(os.environ["RANK"]))
     sys.exit(run_all(json.loads(os.environ["BATCH"])))

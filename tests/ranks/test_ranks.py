@@ -230,3 +230,51 @@ def test_values_too_large_in_one_rank_s_share_stop_all(tmp_path):
     place(tmp_path, "x")
     assert [s[0] for s in alone(2, [words(k, source, out, "--clamp")])] == [0, 0]
     assert hashes(out.parent) == clamped
+
+
+def machines(ranks: int, batch: list[list[str]], partial: Path, *pull: str, **more: str) -> list[tuple[int, str, str]]:
+    """The batch on two machines (network namespaces) with so many ranks each."""
+    unshare = shutil.which("unshare"), shutil.which("nsenter"), shutil.which("ip")
+    if None in unshare:
+        pytest.skip("there is no unshare, nsenter or ip here")
+    probe = subprocess.run(
+        ["unshare", "-rn", "ip", "link", "add", "near", "type", "veth", "peer", "name", "far"],
+        capture_output=True,
+        text=True,
+    )
+    if probe.returncode:
+        pytest.skip(f"this system makes no network namespaces: {probe.stderr.strip()}")
+    words = ["unshare", "-rn", sys.executable, "-m", "tests.ranks.namespaces", str(ranks), *pull]
+    env = environment(batch, PARTIAL=str(partial), **more)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [(code, out, err) for code, out, err in json.loads(done.stdout)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_machines_write_what_one_process_writes(folder, tmp_path, ranks):
+    k = kind("meta-to-hf, 8 files to shards")
+    source = make_source("meta", folder)
+    wanted = plain(k, source, k.out(place(tmp_path, "x")), "--hash")
+    out = k.out(place(tmp_path, "x"))
+    near, far = machines(ranks, [words(k, source, out, "--hash", "--json")], tmp_path / "none")
+    assert (near[0], far[0]) == (0, 0), near[2] + far[2]
+    assert json.loads(near[1])["tensors"] > 0 and far[1] == ""
+    assert hashes(out.parent) == wanted
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_pulled_out_ends_both_machines(folder, tmp_path):
+    """Nobody is told anything, and nobody waits forever."""
+    k = kind("hf-to-scratch")
+    source = make_source("hf", folder)
+    out = k.out(place(tmp_path, "x"))
+    command = words(k, source, out, "--threads", "1")
+    began = time.monotonic()
+    partial = out.with_name("out.partial") / "model.safetensors"
+    near, far = machines(1, [command], partial, "1", FAULT="slow:0.5", LOST="6")
+    assert time.monotonic() - began < 120
+    assert near[0] != 0 and far[0] != 0
+    assert "rank 1 (" in near[2] and "no sign of life" in near[2]
+    assert not list(out.parent.iterdir())
