@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from convert.float8 import attach_scales
 from convert.formats.readers import read_container
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import record_of
-from convert.hub.place import Place, place
+from convert.hub.place import Place, named, place
 from convert.layout import Dims
 from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
@@ -202,7 +202,8 @@ def open_checkpoint(src: str | Path | Place, **options: Any) -> Checkpoint:
     chosen = Options(**options)
     at = place(src, layout=chosen.layout)
     try:
-        return _open(at, chosen)
+        with named(at):
+            return _open(at, chosen)
     except BaseException:
         if at.pool is not None:
             at.pool.close()
@@ -240,14 +241,17 @@ def _open(at: Place, chosen: Options) -> Checkpoint:
     tables = candidates(raw, format=found.format, family=family, table=table, names=tensors)
     refuse_other_heads(tables, tensors)
     tensors = aliased(common_first_parts(tensors, tables, notes), tables, notes)
-    table, layout = detect(
-        tensors,
-        raw or None,
-        format=found.format,
-        family=family,
-        layout=chosen.layout or ("scratch" if table is not None and table.names_file else None),
-        table=table,
-    )
+    try:
+        table, layout = detect(
+            tensors,
+            raw or None,
+            format=found.format,
+            family=family,
+            layout=chosen.layout or ("scratch" if table is not None and table.names_file else None),
+            table=table,
+        )
+    except ConvertError as error:
+        raise _with_record(error, notes) from None
     refuse_other_models(table, layout, tensors, raw, folder=found.folder, tie=chosen.tie)
     config, raw = hub_config(table, layout, raw, config_layout, chosen, record, tensors, containers, notes)
     counts = "the config given" if chosen.config is not None else found.config.name if found.config else None
@@ -350,6 +354,15 @@ def _record(found: Found, containers: list[Container], notes: list[str]) -> dict
         return raw
     notes.append(f"{found.record.name} was passed over: the files that it tells of have other sizes than these")
     return {}
+
+
+def _with_record(error: ConvertError, notes: list[str]) -> ConvertError:
+    """Names that nobody knows may be in a record that was passed over; then the error says so."""
+    passed = next((n for n in notes if "was passed over" in n and RECORD_NAME in n), None)
+    if passed is None or [p.kind for p in error.problems] != ["unknown_names"]:
+        return error
+    problem = error.problems[0]
+    return ConvertError(replace(problem, hint=f"{problem.hint} ({passed}; it may hold the names.)"))
 
 
 def _common_type(tensors: Mapping[str, list[TensorSpec]]) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from convert.checkpoint import Checkpoint, open_checkpoint
-from convert.errors import UsageError
+from convert.errors import ConvertError, UsageError
 from convert.gguf_request import OPTIONS as GGUF_OPTIONS
 from convert.gguf_request import GgufRequest
-from convert.hub.place import place
+from convert.hub.place import Place, named, place
 from convert.plan import ConversionPlan, Request, decides_head, make_plan, request_dtype
 from convert.platform import keep_freed_memory
 from convert.run import Summary, check_target, run
@@ -51,6 +51,7 @@ def plan_conversion(
         ConvertError: The source is damaged or the target cannot hold it.
     """
     keep_freed_memory()
+    asked = dict(options)
     names = options.pop("names", None)
     dtype = request_dtype(options.pop("dtype", None))
     gguf = _gguf_request(to, dtype, options)
@@ -65,17 +66,18 @@ def plan_conversion(
             f"--class {options['book_class']} only applies to a from-scratch target, not to {to}.",
             hint="A source's class is told by its names and its config.",
         )
-    opened = src
+    opened, at = src, None
     if not isinstance(opened, Checkpoint):
         chosen = {k: v for k, v in options.items() if k in _SOURCE_OPTIONS and v is not None}
         if names and to != "scratch":
             chosen["names"] = names
         wanted = options.get("layout") or source_layout
-        opened = open_checkpoint(place(opened, layout=wanted, way=way), **chosen)
+        at = place(opened, layout=wanted, way=way, foresee=lambda: _foresee(str(src), to, source_layout, asked))
+        opened = open_checkpoint(at, **chosen)
         opened.only_samples = way == "look"
     if source_layout is not None and opened.layout != source_layout:
         raise UsageError(
-            f"{opened.path} is in the {opened.layout} layout, not {source_layout}.",
+            f"{opened.title} is in the {opened.layout} layout, not {source_layout}.",
             hint=f"Use `convert {opened.layout}-to-{to}`."
             if opened.layout != to or to == "gguf"
             else "It is in the target layout already.",
@@ -93,10 +95,20 @@ def plan_conversion(
         table = load_names(names)
         if table.family != opened.family:
             raise UsageError(f"--names extends {table.family!r}, but the source is of the family {opened.family!r}.")
-    plan = make_plan(opened, request, table=table)
+    with named(at or Place(opened.path)):
+        plan = make_plan(opened, request, table=table)
     if opened.only_samples and plan.tied and decides_head(request) and opened.match.tie_needs_reading():
         plan.notes.append("head and embedding are equal in samples of both; the conversion compares every byte")
     return plan
+
+
+def _foresee(src: str, to: str, source_layout: str | None, asked: dict[str, Any]) -> None:
+    """Plan a conversion from a repository's headers before its weights are downloaded: refusals come now."""
+    try:
+        plan_conversion(src, to, source_layout=source_layout, way="look", **asked).source.close()
+    except ConvertError as error:
+        if not all(problem.kind.startswith("hub_") for problem in error.problems):  # those, the download will tell
+            raise
 
 
 def _gguf_request(to: str, dtype: str | None, options: dict[str, Any]) -> GgufRequest:

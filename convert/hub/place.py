@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,37 @@ class Place:
         return {"repo": self.name.repo, "commit": self.commit, **inside}
 
 
-def place(src: str | os.PathLike[str] | Place, *, layout: str | None = None, way: str = "download") -> Place:
+@contextlib.contextmanager
+def named(at: Place) -> Iterator[None]:
+    """Let errors call a repository that was looked into by its name, not by the folder that stands for it here."""
+    try:
+        yield
+    except ConvertError as error:
+        if at.name is None or at.pool is None:
+            raise
+        here, called = str(at.path), str(at.name)
+
+        def told(text: str | None) -> str | None:
+            return None if text is None else text.replace(here, called)
+
+        said = [replace(p, message=str(told(p.message)), hint=told(p.hint), file=told(p.file)) for p in error.problems]
+        raise type(error)(said).with_traceback(error.__traceback__) from error.__cause__
+
+
+def place(
+    src: str | os.PathLike[str] | Place,
+    *,
+    layout: str | None = None,
+    way: str = "download",
+    foresee: Callable[[], None] | None = None,
+) -> Place:
     """Turn ``src`` into a place.
 
     Args:
         src: A path, the name of a repository (:func:`convert.hub.names.parse`), or a place already.
         layout: The layout that was asked for; ``meta`` takes a repository's ``original/``.
         way: One of :data:`WAYS`, for a repository.
+        foresee: Called before weights are downloaded; what it raises spares the download.
 
     Raises:
         ConvertError: The repository cannot be had; one error with the next step.
@@ -81,10 +105,10 @@ def place(src: str | os.PathLike[str] | Place, *, layout: str | None = None, way
         from convert.hub.shadow import look
 
         return look(name, layout=layout, stream=way == "stream", everything=way != "glance")
-    return _fetched(name, layout)
+    return _fetched(name, layout, foresee)
 
 
-def _fetched(name: Name, layout: str | None) -> Place:
+def _fetched(name: Name, layout: str | None, foresee: Callable[[], None] | None) -> Place:
     """Download what is needed into the library's cache."""
     from huggingface_hub import snapshot_download
 
@@ -116,6 +140,8 @@ def _fetched(name: Name, layout: str | None) -> Place:
     chosen = select(repository, layout=layout, weight_map=weight_map)
     fresh = [f for f in chosen.weights if f.sha256 and not _blob(name, f.sha256).exists()]
     _room(name, sum(f.size for f in fresh))
+    if fresh and foresee is not None:
+        foresee()
     folder = fetch([f.path for f in chosen.files])
     _check_fetched(name, folder, fresh)
     _remember(name, repository.commit)

@@ -58,6 +58,7 @@ class RemotePool(FilePool):
         self._keeping = threading.Lock()
         self._one: dict[Path, threading.Lock] = {}
         self._stream: Stream | None = None
+        self._begun = False  # from then on nothing more is kept
         self._remove = weakref.finalize(self, shutil.rmtree, folder, True)
 
     def add(self, path: Path, file: RemoteFile) -> None:
@@ -109,19 +110,18 @@ class RemotePool(FilePool):
             )
         with self._keeping:
             there = self._kept[path].covers(offset, stop)
-        if not there and self._stream is None:
+        if not there and not self._begun:
             self.keep(path, offset, stop)
             there = True
         if there:
             read_at(self._fds[path], buffer, offset)
             return
-        assert self._stream is not None
         with self._keeping:
             gaps = list(self._kept[path].gaps(offset, stop))
         read_at(self._fds[path], buffer, offset)  # what is kept; the rest is overwritten
         for low, high in gaps:
             part = buffer[low - offset : high - offset]
-            if not self._stream.read(path, part, low):
+            if self._stream is None or not self._stream.read(path, part, low):
                 self.ranges.read_into(file, part, low)
 
     def ordered(self, outputs: Sequence[Output]) -> Sequence[Output]:
@@ -148,6 +148,7 @@ class RemotePool(FilePool):
                 if path in needed:
                     needed[path].add(start, stop)
         wanted = [self._wanted(path, needed[path]) for path in self._files]
+        self._begun = True
         self._stream = Stream(self.ranges, [w for w in wanted if w is not None])
         self.notes = [] if whole else ["pieces of an earlier run were not fetched again"]
 

@@ -202,3 +202,17 @@ def test_disk_full(hub, tmp_path, monkeypatch):
         convert.open_checkpoint("org/tiny")
     assert error.value.problems[0].kind == "hub_disk_full"
     assert not hub.find(lambda r: "/cdn/" in r.path)
+
+
+def test_what_is_refused_is_refused_before_the_download(hub, tmp_path):
+    make_hf(tmp_path / "m", sharded=2)
+    put(hub, "org/m", tmp_path / "m")
+    with pytest.raises(ConvertError, match="tokenizer") as error:
+        convert.convert_checkpoint("org/m", "out.gguf", to="gguf")
+    assert "org/m" in str(error.value) and "/tmp" not in str(error.value).replace(str(tmp_path), "")
+    with pytest.raises(ConvertError, match="org/m is in the hf layout, not meta"):
+        convert.plan_conversion("org/m", "hf", source_layout="meta")
+    size = sum(len(d) for p, d in hub.repos["org/m"].files.items() if p.endswith(".safetensors"))
+    assert sum(r.sent for r in hub.log if "/cdn/" in r.path) < 0.9 * size
+    assert not list((tmp_path / "cache").glob("**/*.safetensors"))
+    convert.convert_checkpoint("org/m", "out.gguf", to="gguf", tokenizer=False)
