@@ -40,3 +40,15 @@ def require_positive(option: str, value: Any) -> None:
         raise UsageError(
             Problem("option", f"{option}={value!r} is no whole number of at least 1.", found=value, wanted="1 or more")
         )
+
+
+def require_target(option: str, given: object, target: str, *, only: str) -> None:
+    """Refuse an option that one target alone has.
+
+    Raises:
+        UsageError: It is given, and the target is another.
+    """
+    if given and target != only:
+        raise UsageError(
+            f"--{option.replace('_', '-')} only applies to the {only} layout, not to {target}.", hint="Leave it out."
+        )

@@ -8,7 +8,7 @@ not say is filled from tensor shapes (:mod:`convert.shapes`), the table's stated
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +153,17 @@ def _renamed(table: MappingTable, layout: str, raw: Mapping[str, Any]) -> Config
         values = (raw.get(spelling.replace("{arch}", arch)) for spelling in spellings)
         value = next((v for v in values if v is not None), None)
         if value is not None:
-            hub[row.key] = value
+            hub[row.key] = _uniform(value) if layout == "gguf" and row.gguf_type else value
     for key in table.presence:
         if layout == "scratch" and key in raw:
             hub[key] = raw[key]
     return hub
+
+
+def _uniform(value: Any) -> Any:
+    """The one number of an array that gives every layer its own, where all layers have the same."""
+    many = isinstance(value, Sequence) and not isinstance(value, str) and 0 < len(value) <= MAX_LAYERS
+    return value[0] if many and all(type(v) is type(value[0]) and v == value[0] for v in value) else value
 
 
 #: What the values of a ``[config]`` row's kind are, for messages and checks.

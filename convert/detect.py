@@ -198,3 +198,16 @@ def refuse_special(names: Collection[str] | Mapping[str, list[TensorSpec]], conf
     """Adapters and packed weights are no plain numbers; they are named before any work."""
     refuse_adapters(names)
     refuse_packed(names, config)
+    config = config or {}
+    arch = str(config.get("general.architecture", ""))
+    if config.get(f"{arch}.attention.causal") is False:
+        raise ConvertError(
+            Problem(
+                "not_causal",
+                f"this is a model in which every position sees all others ({arch}.attention.causal is false), as "
+                "models for embeddings are; no layout here can say so.",
+                found=False,
+                wanted=True,
+                hint="As a language model it would give other numbers; use it with the program that it was made for.",
+            )
+        )

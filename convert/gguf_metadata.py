@@ -30,7 +30,12 @@ from convert.table import Metadata
 QUANTIZATION_VERSION = 2
 
 #: What other keys, or the places of the tensors, depend on.
-_FIXED = ("general.architecture", "general.alignment", "split.")
+_FIXED = ("general.architecture", "general.alignment", "split.", "convert.")
+
+#: Folders that say what kind of files they hold, not which model.
+_KINDS_OF_FOLDER = frozenset(
+    {"original", "hf", "meta", "scratch", "gguf", "model", "weights", "checkpoint", "out", "output", "converted"}
+)
 
 #: Ends of ``{arch}.*`` keys whose numbers are the tensors' shapes and count; another one is another model.
 _SHAPES = (
@@ -206,7 +211,15 @@ def _own_name(plan: ConversionPlan) -> str | None:
     folder = plan.source.folder.absolute()
     if folder.parent.name == "snapshots":  # a hub cache: models--OWNER--NAME/snapshots/COMMIT
         return folder.parent.parent.name.rpartition("--")[2] or None
-    return (folder.parent if folder.name == "original" else folder).name or None
+    names = [folder.name, folder.parent.name] if folder.parent.name else [folder.name]
+    told = next((n for n in names if not _says_kind(n)), None)
+    return told or folder.name or None
+
+
+def _says_kind(name: str) -> bool:
+    """Whether a folder is called after a kind of files, or after a step of training (``checkpoint-500``)."""
+    stem, dash, number = name.rpartition("-")
+    return (stem if dash and number.isdecimal() else name).lower() in _KINDS_OF_FOLDER
 
 
 def size_label(parameters: int) -> str:
@@ -313,9 +326,12 @@ def _json(value: Any) -> str:
 def _add_users(values: KeyValues, wanted: Mapping[str, Any]) -> None:
     problems = []
     shapes = {f"{values['general.architecture']}.{end}" for end in _SHAPES}
+    given_as: dict[str, str] = {}
     for name, given in wanted.items():
         key = name if "." in name else f"general.{name}"
         try:
+            if (twice := given_as.setdefault(key, name)) != name:
+                raise ValueError(f"{key} is given twice, as {twice} too")
             if key.startswith(_FIXED):
                 raise ValueError("it follows from the model and the file")
             value = typed(key, given, like=values.types.get(key))

@@ -69,6 +69,8 @@ def with_scaling(
     import numpy as np
 
     values = np.frombuffer(raw, "<f4").astype(float).tolist()
+    if hub["rope_type"] == "default" and all(v == 1.0 for v in values):
+        return hub  # divides nothing: a file that says so is not scaled
     if hub["rope_type"] == "proportional":
         settings = hub["rope_parameters"]
         kind = next(iter(settings))

@@ -147,7 +147,8 @@ def _no_config(table: MappingTable, layout: str, full: Mapping[str, tuple[int, .
         if layout in row.names
     }
     q, k = full.get(name.get("block.attn.q", "")), full.get(name.get("block.attn.k", ""))
-    candidates = shapes.head_candidates({}, q[0], k[0]) if q and k else []
+    rows = (q[0], k[0]) if q and k else _fused_rows(table, layout, full)
+    candidates = shapes.head_candidates({}, *rows) if rows else []
     return ConvertError(
         Problem(
             "config",
@@ -158,3 +159,17 @@ def _no_config(table: MappingTable, layout: str, full: Mapping[str, tuple[int, .
             f"{{{','.join(sorted(table.sizes))}}}.",
         )
     )
+
+
+def _fused_rows(table: MappingTable, layout: str, full: Mapping[str, tuple[int, ...]]) -> tuple[int, int] | None:
+    """Rows of q and of k where both lie in one stored tensor, in equal parts."""
+    for fused in table.fused:
+        parts = [table.rows[p] for p in fused.parts]
+        if fused.layout != layout or not {"block.attn.q", "block.attn.k"} <= set(fused.parts):
+            continue
+        name = (table.prefix.get(layout, "") + fused.name).replace("{l}", "0")
+        shape = full.get(name)
+        if shape and len(shape) > fused.axis and len({tuple(d.text for d in p.shape) for p in parts}) == 1:
+            rows = shape[fused.axis] // len(parts)
+            return rows, rows
+    return None

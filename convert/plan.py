@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.checkpoint import Checkpoint
-from convert.choices import require_choice, require_positive
+from convert.choices import require_choice, require_positive, require_target
 from convert.coverage import uncovered
 from convert.dtypes import DTYPES, dtype
 from convert.errors import ConvertError, Problem, UsageError
@@ -91,6 +91,7 @@ class Request:
         require_choice("tie", self.tie, ("share", "copy"))
         require_positive("max_shard_size", self.max_shard_size)
         require_positive("model_parallel", self.model_parallel)
+        require_target("buffers", self.buffers, self.target, only="scratch")
 
 
 @dataclass(slots=True)

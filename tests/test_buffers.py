@@ -64,3 +64,9 @@ def test_rows_of_a_mask(start, stop):
     dims = Dims(load_table("llama"), {})
     found = torch.from_numpy(Buffer("causal_mask", (50, 50), dims).read(start, stop))
     assert torch.equal(found, whole[start:stop])
+
+
+@pytest.mark.parametrize("target", ["hf", "meta", "gguf"])
+def test_a_target_without_them_refuses(source, tmp_path, target):
+    with pytest.raises(convert.UsageError, match="--buffers only applies"):
+        convert.convert_checkpoint(source, tmp_path / "out.gguf", to=target, buffers=True)

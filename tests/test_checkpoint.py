@@ -390,3 +390,32 @@ def test_the_config_of_another_folder(tmp_path, maker):
     (tmp_path / "none").mkdir()
     with pytest.raises(UsageError, match=r"config\.json, params\.json"):
         convert.open_checkpoint(made.path, config=tmp_path / "none")
+
+
+def test_names_that_a_record_of_other_files_may_hold(tmp_path):
+    """A model of one's own names, whose record was left behind by another save, says why its names are unknown."""
+    made = make_scratch(tmp_path / "m", "gqa8")
+    state = {f"part{n}.w": t for n, t in enumerate(load_file(made.path / "model.safetensors").values())}
+    folder = tmp_path / "own"
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    shutil.copy(made.path / "scratch_config.json", folder)
+    with pytest.raises(ConvertError, match="no table knows") as plain:
+        open_checkpoint(folder)
+    assert "passed over" not in str(plain.value)
+    files = [{"name": "model.safetensors", "bytes": 3}]
+    record = {"schema": "convert.record/1", "target": {"files": files}}
+    (folder / "conversion.json").write_text(json.dumps(record))
+    with pytest.raises(ConvertError, match=r"conversion\.json was passed over.*may hold the names"):
+        open_checkpoint(folder)
+
+
+def test_head_counts_that_fit_a_fused_matrix_are_listed(tmp_path):
+    """GPT-2's q, k and v are one matrix."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=48, n_layer=2, n_head=6, n_positions=64, vocab_size=96)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConvertError, match="These fit") as error:
+        open_checkpoint(tmp_path)
+    assert "6 heads, 6 kv heads of 8" in str(error.value)

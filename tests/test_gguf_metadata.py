@@ -7,10 +7,14 @@ import json
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 
 import convert
+from convert.cli import main
 from convert.errors import ConvertError, UsageError
+from convert.formats.gguf_edit import set_metadata
+from convert.formats.gguf_values import Str, infer
 from convert.gguf_metadata import size_label
 from convert.model_card import many, one, read_card
 from tests.fixtures import make_gguf, make_hf, make_meta, make_scratch
@@ -188,7 +192,14 @@ def test_the_model_card(tmp_path):
 
 @pytest.mark.parametrize(
     ("place", "name"),
-    [("Some-1B", "Some-1B"), ("Some-1B/original", "Some-1B"), ("models--me--Some-1B/snapshots/0123abc", "Some-1B")],
+    [
+        ("Some-1B", "Some-1B"),
+        ("Some-1B/original", "Some-1B"),
+        ("Some-1B/hf", "Some-1B"),
+        ("Some-1B/checkpoint-500", "Some-1B"),
+        ("out/hf", "hf"),  # neither tells, and the nearer one it is
+        ("models--me--Some-1B/snapshots/0123abc", "Some-1B"),
+    ],
 )
 def test_names_of_folders(tmp_path, place, name):
     made = make_hf(tmp_path / place, "gqa8")
@@ -254,6 +265,9 @@ def test_keys_of_the_user_are_typed(tmp_path):
         ("general.alignment", "64"),
         ("llama.block_count", "7"),
         ("llama.attention.head_count_kv", "u32:4"),
+        ("convert.config", "{}"),
+        ("my.large", "f64:1e400"),
+        ("my.large", "f32:1e39"),
     ):
         with pytest.raises(UsageError, match=key):
             export(made.path, tmp_path / "b.gguf", tokenizer=False, metadata={key: value})
@@ -285,6 +299,106 @@ def test_another_tools_edit_wins_over_the_record(tmp_path):
     with convert.open_checkpoint(tmp_path / "a.gguf") as opened:
         assert opened.config["max_position_embeddings"] == 4096
         assert opened.config["hidden_act"] == "silu"  # the record has what GGUF has no key for
-    export(made.path, tmp_path / "b.gguf", tokenizer=False, metadata={"convert.config": "{damaged"})
+    export(made.path, tmp_path / "b.gguf", tokenizer=False)
+    set_metadata(tmp_path / "b.gguf", {"convert.config": Str("{damaged")})
     with convert.open_checkpoint(tmp_path / "b.gguf") as opened:
         assert opened.config["max_position_embeddings"] == made.shape.context
+
+
+def test_a_key_given_twice_is_a_question(tmp_path):
+    made = make_hf(tmp_path / "source", "gqa8")
+    twice = {"author": "one", "general.author": "two"}
+    with pytest.raises(UsageError, match=r"general\.author is given twice"):
+        export(made.path, tmp_path / "a.gguf", tokenizer=False, metadata=twice)
+    export(made.path, tmp_path / "a.gguf", tokenizer=False, metadata={"author": "one"})
+
+    def run(*arguments: str) -> int:
+        try:
+            return main(["metadata", file, *arguments])
+        except SystemExit as end:  # what the parser finds
+            return int(end.code or 0)
+
+    file = str(tmp_path / "a.gguf")
+    before = Path(file).read_bytes()
+    for more in (
+        ["--set", "my.x=1", "--set", "my.x=2"],
+        ["--set", "convert.config={}"],
+        ["--set", "general.author=x", "--remove", "general.author"],
+        ["--set", "my.x=f64:1e400"],
+    ):
+        assert run(*more) == 2, more
+    assert Path(file).read_bytes() == before
+    assert run("--set", "my.x=1", "--remove", "convert.config") == 0
+    assert "convert.config" not in keys(Path(file)) and keys(Path(file))["my.x"] == ("UINT32", 1)
+
+
+def test_infinity_only_where_it_is_written():
+    assert infer("f64:inf").value == float("inf") and infer("f64:1e300").value == 1e300
+    with pytest.raises(ValueError, match="too large for f64"):
+        infer("f64:-1e400")
+
+
+# ---- files of others -------------------------------------------------------------------------------------------
+
+
+def rewritten(source: Path, out: Path, changes: dict[str, object], *, divisors: list[float] | None = None) -> Path:
+    """A GGUF file with other key-values, and a tensor of divisors, written by the ``gguf`` package."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(out, "llama")
+    for field in reader.fields.values():
+        kind = field.types[0] if field.types else None
+        own = field.name.startswith(("GGUF.", "general.architecture", "convert."))
+        if own or field.name in changes or kind == gguf.GGUFValueType.ARRAY:
+            continue
+        writer.add_key_value(field.name, field.contents(), kind)
+    for key, value in changes.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("foreign")
+    made = make_hf(folder / "source", "gqa8")
+    convert.convert_checkpoint(made.path, folder / "a.gguf", to="gguf", type="f32", tokenizer=False)
+    return folder / "a.gguf"
+
+
+def test_an_array_of_equal_head_counts_is_that_count(foreign, tmp_path):
+    key = "llama.attention.head_count_kv"
+    same = rewritten(foreign, tmp_path / "same.gguf", {key: [2, 2], "llama.feed_forward_length": [96, 96]})
+    with convert.open_checkpoint(same) as opened:
+        assert opened.config["num_key_value_heads"] == 2 and opened.config["intermediate_size"] == 96
+        assert not opened.match.problems
+    assert convert.verify(foreign, same).verdict == "pass"
+    unequal = rewritten(foreign, tmp_path / "unequal.gguf", {key: [2, 4]})
+    with pytest.raises(ConvertError, match="num_key_value_heads"):  # layers of several kinds are no llama
+        convert.open_checkpoint(unequal)
+
+
+def test_divisors_of_one_scale_nothing(foreign, tmp_path):
+    with convert.open_checkpoint(rewritten(foreign, tmp_path / "ones.gguf", {}, divisors=[1.0] * 4)) as opened:
+        assert opened.config["rope_parameters"]["rope_type"] == "default" and not opened.match.problems
+    convert.convert_checkpoint(tmp_path / "ones.gguf", tmp_path / "hf", to="hf", tokenizer=False)
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (written.get("rope_parameters") or {"rope_type": "default"})["rope_type"] == "default"
+    with pytest.raises(ConvertError, match="divisors"):  # control: others are read
+        convert.open_checkpoint(rewritten(foreign, tmp_path / "odd.gguf", {}, divisors=[1.0, 3.0, 1.0, 2.0]))
+
+
+def test_a_model_that_sees_what_follows_is_refused(foreign, tmp_path):
+    with convert.open_checkpoint(rewritten(foreign, tmp_path / "c.gguf", {"llama.attention.causal": True})):
+        pass
+    with pytest.raises(ConvertError, match=r"attention\.causal is false"):
+        convert.open_checkpoint(rewritten(foreign, tmp_path / "e.gguf", {"llama.attention.causal": False}))

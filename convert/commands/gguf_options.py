@@ -25,11 +25,13 @@ def _refuse_matrix(ctx: click.Context, param: click.Parameter, value: str | None
 
 def pairs(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[tuple[str, str]]:
     """``KEY=VALUE`` texts as pairs."""
-    out = []
+    out: list[tuple[str, str]] = []
     for text in value:
         key, equals, rest = text.partition("=")
         if not equals or not key:
             raise click.BadParameter(f"{text!r} has no '='; write {param.metavar}.", ctx=ctx, param=param)
+        if any(key == other for other, _ in out):
+            raise click.BadParameter(f"{key!r} is given twice.", ctx=ctx, param=param)
         out.append((key, rest))
     return out
 

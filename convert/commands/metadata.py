@@ -79,6 +79,10 @@ def _changes(values: KeyValues, sets: list[tuple[str, str]], remove: tuple[str, 
         changes[key] = None
     for key, text in sets:
         try:
+            if key.startswith("convert."):
+                raise ValueError("such keys record the conversion, and convert reads them back; --remove takes one out")
+            if key in remove:
+                raise ValueError("the same key is removed")
             value = typed(key, text, like=values.types.get(key))
             encode(key, value)
             changes[key] = value

@@ -8,6 +8,7 @@ of files or tensors.
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -292,4 +293,9 @@ def _typed(kind: str, text: str) -> Value:
         if text not in ("true", "false"):
             raise ValueError(f"{text!r} is not true or false")
         return Value(kind, text == "true")
-    return Value(kind, float(text) if kind[0] == "f" else int(text))
+    if kind[0] != "f":
+        return Value(kind, int(text))
+    number = float(text)
+    if math.isinf(number) and any(c.isdigit() for c in text):
+        raise ValueError(f"{text} is too large for {kind}")
+    return Value(kind, number)
