@@ -125,6 +125,8 @@ def stored_types(source: Source) -> Iterator[str]:
             yield from stored_types(part)
     elif hasattr(source, "spec"):
         yield source.spec.dtype
+    elif hasattr(source, "codes"):  # FP8
+        yield source.codes.dtype
     elif not hasattr(source, "values"):  # computed values are stored nowhere
         yield source.dtype
 

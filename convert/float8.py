@@ -11,22 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convert.cast import Array, to_float32
-from convert.dtypes import ALIASES, DTYPES
+from convert.dtypes import DTYPES
 from convert.errors import FormatError, Problem
 from convert.formats.spec import Scale, TensorSpec
 from convert.packed import is_float8_scheme
 from convert.report import fold_names
 from convert.source import FilePool, Source, read_rows
-
-if TYPE_CHECKING:
-    from convert.checkpoint import Checkpoint
-    from convert.layout import Key
 
 _SUFFIXES = ("_scale_inv", "_scale")
 #: Endings of tensors that say how activations or the cache are scaled while the model runs.
@@ -169,24 +165,6 @@ def attach_scales(
         notes.append(f"ignored {', '.join(fold_names(spare))}: scales of activations, which weights do not need")
     rest = {k: v for k, v in (config or {}).items() if k != "quantization_config"} if config is not None else None
     return out, rest
-
-
-def widened_type(opened: Checkpoint, key: Key) -> str | None:
-    """The type that an FP8 tensor gets where none is asked for: the config's, bfloat16 without; None for others."""
-    specs = opened.match.specs.get(key)
-    return stated_type(opened) if specs and specs[0].scale is not None else None
-
-
-def stated_type(opened: Checkpoint) -> str:
-    """The type that the config of an FP8 checkpoint states for computing, bfloat16 where it states none."""
-    stated = opened.raw_config.get("dtype") or opened.raw_config.get("torch_dtype")
-    kind = ALIASES.get(str(stated).removeprefix("torch."), "BF16")
-    return kind if kind in ("F32", "F16", "BF16") else "BF16"
-
-
-def plain_type(opened: Checkpoint) -> str:
-    """The checkpoint's own type, or what its FP8 is widened to."""
-    return stated_type(opened) if opened.dtype in TABLES else opened.dtype
 
 
 def _declared_block(declared: Any) -> tuple[int, int] | None:

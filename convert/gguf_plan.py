@@ -17,7 +17,6 @@ from convert.decisions import decisions
 from convert.dtypes import DTYPES
 from convert.errors import Problem, UsageError
 from convert.finite import Finite
-from convert.float8 import stated_type
 from convert.formats.gguf import split_name
 from convert.formats.gguf_writer import layout, split_layouts
 from convert.formats.spec import Entry
@@ -27,6 +26,7 @@ from convert.plan import ConversionPlan, Output, Target
 from convert.quants import Dequantized, Quantized, writable_types
 from convert.report import fold_names
 from convert.source import Array, Cast, Source
+from convert.widening import stated_type
 
 #: llama3 scaling: what each base frequency is divided by (facts: gguf.md section 3). The loader wants this name.
 ROPE_FREQS = "rope_freqs.weight"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from convert.dtypes import DTYPES
 from convert.errors import ConvertError, Problem
 from convert.expr import Expr
-from convert.float8 import widened_type
 from convert.layout import Dims, Key
 from convert.match import values
 from convert.source import Cast, RopePermuted, Source
 from convert.table import MappingTable, TensorRow
 from convert.transforms import OPERATIONS, Expert, Stacked, Zeros, shift
+from convert.widening import widened_type
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 from convert.checkpoint import Checkpoint
 from convert.choices import require_choice, require_positive, require_target
 from convert.coverage import uncovered
-from convert.dtypes import DTYPES, dtype
+from convert.dtypes import dtype
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats import safetensors
 from convert.formats.gguf_values import KeyValues, Value
@@ -27,6 +27,7 @@ from convert.report import fold_problems
 from convert.source import Joined, Source
 from convert.table import READ_ONLY, MappingTable, load_table
 from convert.transforms import transposed
+from convert.widening import widening
 
 #: Numpy work is cut into pieces of about this many bytes of output; with less, two threads fight over the GIL.
 PIECE_BYTES = 2 << 20
@@ -313,11 +314,7 @@ def slot_source(source: Checkpoint, slot: Slot, *, table: MappingTable, layout: 
 
 
 def _note_types(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]) -> None:
-    stored = {s.dtype for specs in plan.source.tensors.values() for s in specs}
-    quantized = sorted(k for k in stored if DTYPES[k].is_quantized)
-    if quantized and plan.request.target != "gguf":
-        target = plan.request.dtype or "F16"
-        plan.notes.append(f"block-quantised tensors ({', '.join(quantized)}) are dequantised to {target}")
+    plan.notes += widening(plan.source, plan.request.target, plan.request.dtype)
     if plan.source.pairing != plan.table.convention_of(plan.request.target, "rope"):
         count = sum(plan.table.rows[k[0]].rope is not None for slot, _ in chosen for k in slot.keys)
         to = plan.table.convention_of(plan.request.target, "rope")

@@ -11,12 +11,12 @@ from convert import config as configs
 from convert.checkpoint import open_checkpoint
 from convert.dtypes import DTYPES
 from convert.errors import ConvertError, FormatError, Problem
-from convert.float8 import plain_type
 from convert.locate import CONFIG_NAMES
 from convert.module_tensors import torch_dtype
 from convert.plan import Request, refusals
 from convert.report import fold_problems
 from convert.table import families, load_table
+from convert.widening import plain_type
 
 #: What ``scratch_config.json`` says of itself; nothing that a class takes.
 BOOKKEEPING = ("family", "layout", "class", "names")

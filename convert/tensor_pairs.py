@@ -153,7 +153,7 @@ def _entries(checkpoint: Checkpoint) -> dict[Any, _Entry]:
     for problem in matched.problems:
         if problem.kind == "unexpected_tensor" and problem.tensor in checkpoint.tensors:
             spec = checkpoint.tensors[problem.tensor][0]
-            if spec.type.is_float or spec.type.is_quantized:
+            if spec.type.is_float or spec.type.is_quantized or spec.scale is not None:
                 source = open_source(spec, checkpoint.pool)
                 side = Side(values(source), source, source.shape, spec.dtype, (spec.dtype,))
                 out[problem.tensor] = _Entry(problem.tensor, "top", problem.tensor, False, lambda side=side: side)  # type: ignore[misc]
@@ -199,6 +199,7 @@ def _unread(checkpoint: Checkpoint, specs: list[TensorSpec]) -> Side:
 def _hub_source(checkpoint: Checkpoint, table: MappingTable, key: Key, shape: tuple[int, ...]) -> Source:
     stored = checkpoint.match.logical.get(key)
     widen = stored is not None and DTYPES[stored.dtype].is_quantized
+    widen = widen or any(s.scale is not None for s in checkpoint.match.specs.get(key, ()))
     return logical_source(checkpoint, key, shape, table=table, layout=HUB, dtype="F32" if widen else None)
 
 

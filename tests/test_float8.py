@@ -116,6 +116,9 @@ def test_other_layouts_verify_and_come_back(tmp_path, target):
     assert all(torch.equal(back[n].float(), meant[n].to(torch.bfloat16).float()) for n in meant)
     assert {str(t.dtype) for n, t in back.items() if "proj" in n} == {"torch.bfloat16"}
     assert not convert.check(out, source=source).problems
+    found = convert.diff(source, out)
+    counts = found.as_json()["counts"]
+    assert counts == {"equal": 7, "rounded": 14}, counts
 
 
 def edit(folder, change):
