@@ -129,9 +129,9 @@ def all_good(results: dict[str, Any]) -> bool:
     return all(r.get("ok", False) for r in every)
 
 
-def into_readme(readme: Path, text: str) -> None:
+def into_readme(readme: Path, text: str, *, marks: tuple[str, str] = (BEGIN, END)) -> None:
     """Replace what stands between the marks."""
-    old = readme.read_text()
-    before, rest = old.split(BEGIN, 1)
-    _, after = rest.split(END, 1)
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    begin, end = marks
+    before, rest = readme.read_text().split(begin, 1)
+    _, after = rest.split(end, 1)
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}")
