@@ -186,3 +186,32 @@ def test_a_torch_file_too(tmp_path):
     convert.convert_checkpoint(tmp_path / "bin", tmp_path / "out", to="hf", dtype="float32")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as got:
         assert all(torch.equal(got.get_tensor(n), meant[n]) for n in meant)
+
+
+def test_experts_too(tmp_path):
+    """One matrix of scales per expert; the layouts stack experts or keep them apart."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 40}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    config = transformers.Qwen3MoeConfig(
+        **sizes, **heads, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, dtype="bfloat16"
+    )
+    source = tmp_path / "source"
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    state, meant = load_file(source / "model.safetensors"), {}
+    for name in list(state):
+        meant[name] = state[name]
+        if name.endswith("_proj.weight"):
+            state[name], state[name + "_scale_inv"], values = quantised(state[name], "block")
+            meant[name] = values.to(torch.bfloat16)
+    assert sum(".experts." in name for name in meant) == 24
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    stated = json.loads((source / "config.json").read_text())
+    stated["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    (source / "config.json").write_text(json.dumps(stated))
+    for target in ("scratch", "gguf"):
+        out = tmp_path / ("x.gguf" if target == "gguf" else target)
+        convert.convert_checkpoint(source, out, to=target, tokenizer=False)
+        convert.convert_checkpoint(out, tmp_path / f"back-{target}", to="hf", tokenizer=False)
+        back = load_file(tmp_path / f"back-{target}" / "model.safetensors")
+        assert set(back) == set(meant) and all(torch.equal(back[n].float(), meant[n].float()) for n in meant)
