@@ -25,6 +25,8 @@ Config = dict[str, Any]
 NULLABLE = ("sliding_window",)
 #: A config file of more bytes than this is no config (the largest published are some 30 KB).
 MAX_BYTES = 32 << 20
+#: How often a character may occur in it: an index of 400,000 tensors has as many; each makes an object of 60 bytes.
+_MOST_MARKS = {b"[": 400_000, b"{": 400_000, b",": 1_000_000, b'"': 2_000_000}
 
 
 def read_json(path: Path) -> Any:
@@ -39,7 +41,11 @@ def read_json(path: Path) -> Any:
     if size > MAX_BYTES:
         raise FormatError(Problem("config", f"{path.name} has {size:,} bytes, which no config has.", file=str(path)))
     try:
-        text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a mark in front
+        raw = path.read_bytes()
+        if any(raw.count(mark) > most for mark, most in _MOST_MARKS.items()):
+            message = f"{path.name} holds more values than any config or index."
+            raise FormatError(Problem("config", message, file=str(path), hint="Fetch the file again."))
+        text = raw.decode("utf-8-sig")  # editors on Windows put a mark in front
         value = json.loads(text)
         if "\\u" in text:  # half a surrogate pair is no text: no file can be named so, no terminal can show it
             json.dumps(value, ensure_ascii=False).encode()

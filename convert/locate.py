@@ -214,14 +214,17 @@ def weight_map(index: Path) -> dict[str, str]:
     mapping = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(mapping, dict) or not mapping:
         raise FormatError(Problem("index", f"{index.name} has no weight_map.", file=str(index)))
-    for name in sorted(set(map(_text, mapping.values()))):
-        if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+    names = sorted(set(map(_text, mapping.values())))
+    if len(names) > 10_000:
+        raise FormatError(Problem("index", f"{index.name} names {len(names):,} files.", file=str(index)))
+    for name in names:
+        if Path(name).name != name or len(name) > 1000 or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise FormatError(
                 Problem(
                     "index",
-                    f"{index.name} points outside its own folder: {name!r}.",
+                    f"{index.name} points outside its own folder: {name!r:.200}.",
                     file=str(index),
-                    found=name,
+                    found=name[:200],
                     hint="An index names plain files beside it; this one is damaged or hostile.",
                 )
             )
@@ -229,7 +232,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """A file name, or one that is refused with the rest: JSON also has numbers and lists."""
+    """A file name, or one that is refused: JSON also has numbers and lists."""
     return value if isinstance(value, str) else f"/{value}"
 
 

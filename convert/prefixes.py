@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from convert.detect import known, score
+from convert.errors import Problem, UsageError
 from convert.formats.spec import TensorSpec
 from convert.table import MappingTable
 
@@ -15,6 +16,8 @@ from convert.table import MappingTable
 _PREFIX_PARTS = 3
 #: Two models in one state dict have at least so many names in common.
 _LEAST_COMMON = 3
+#: A trainer's module has a few attributes; in a file with thousands the model lies below one of the largest.
+_MOST_GROUPS = 50
 
 Tensors = dict[str, list[TensorSpec]]
 
@@ -27,12 +30,15 @@ def common_first_parts(tensors: Tensors, tables: list[MappingTable], notes: list
     """
     if known(tensors, tables):
         return tensors
-    for first in dict.fromkeys(name.split(".")[0] for name in tensors):
+    below: dict[str, list[str]] = {}
+    for name in tensors:
+        below.setdefault(name.partition(".")[0], []).append(name)
+    largest = set(sorted(below, key=lambda first: -len(below[first]))[:_MOST_GROUPS])
+    for names in (group for first, group in below.items() if first in largest):
         prefix = ""
-        sample = next(n for n in tensors if n.split(".")[0] == first)
-        for part in sample.split(".")[:_PREFIX_PARTS]:
+        for part in names[0].split(".")[:_PREFIX_PARTS]:
             prefix += part + "."
-            bare = {n: n[len(prefix) :] for n in tensors if n.startswith(prefix) and len(n) > len(prefix)}
+            bare = {n: n[len(prefix) :] for n in names if n.startswith(prefix) and len(n) > len(prefix)}
             if not known(bare.values(), tables):
                 continue
             out = {bare.get(name, name): specs for name, specs in tensors.items()}
@@ -52,12 +58,35 @@ def side_by_side(names: Iterable[str]) -> list[str]:
         first, dot, rest = name.partition(".")
         if dot and not first.isdecimal():
             below.setdefault(first, set()).add(rest)
-    alike = [
-        first
-        for first, rests in below.items()
-        if len(rests) >= _LEAST_COMMON and any(rests == other for key, other in below.items() if key != first)
-    ]
-    return alike if len(alike) > 1 else []
+    same: dict[frozenset[str], list[str]] = {}
+    for first, rests in below.items():
+        if len(rests) >= _LEAST_COMMON:
+            same.setdefault(frozenset(rests), []).append(first)
+    alike = {first for group in same.values() if len(group) > 1 for first in group}
+    return [first for first in below if first in alike]
+
+
+def chosen_part(tensors: Tensors, key: str | None, notes: list[str]) -> Tensors:
+    """The tensors below the first parts that ``--key`` says; all of them without it, unless two models lie there.
+
+    Raises:
+        UsageError: There is nothing under the key, or a model beside its moving average and no key.
+    """
+    if key is None:
+        if not (alike := side_by_side(tensors)):
+            return tensors
+        message = f"The file holds {len(alike)} models with the same tensors: {' and '.join(alike)}."
+        hint = f"Say which one with --key, for example --key {alike[0]}."
+        raise UsageError(Problem("ambiguous", message, found=alike, wanted="one", hint=hint))
+    start = f"{key}."
+    out = {name[len(start) :]: specs for name, specs in tensors.items() if name.startswith(start)}
+    if not out:
+        first = ", ".join(dict.fromkeys(name.partition(".")[0] for name in list(tensors)[:1000]))
+        raise UsageError(f"no tensor's name begins with {start!r}.", hint=f"Names begin with {first[:300]}.")
+    notes.append(
+        f"the model was found under the key {key!r}; {len(tensors) - len(out)} other tensors are not converted"
+    )
+    return out
 
 
 def aliased(tensors: Tensors, tables: list[MappingTable], notes: list[str]) -> Tensors:

@@ -22,6 +22,11 @@ from convert.formats.gguf_values import ARRAY_ID, NAMES, SCALARS, KeyValues, Str
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
+#: More than any model has: the largest vocabularies (262,144 tokens with scores and merges) make 20 MB and 1.3 million
+#: items. What is within them is read in two seconds and 300 MB.
+MAX_HEADER = 64 << 20
+MAX_TENSORS = MAX_KEYS = 100_000
+MAX_ITEMS = 4_000_000
 
 #: The fewest bytes a key-value and a tensor info can have, for judging counts.
 _LEAST_VALUE = 8 + 4 + 1
@@ -97,6 +102,7 @@ class _Cursor:
         self.size = os.fstat(file.fileno()).st_size
         self.buffer = b""
         self.at = 0
+        self.items = 0
         self.what = "the header"
 
     def fail(
@@ -121,6 +127,8 @@ class _Cursor:
                 wanted=end,
                 hint="The download or copy is incomplete; get the file again.",
             )
+        if end > MAX_HEADER:
+            self.fail("too_large", f"{self.what} reaches beyond {MAX_HEADER >> 20} MB, further than any header does.")
         # Doubling keeps the total work linear; a header is 1–20 MB with a vocabulary and a few kB without.
         wanted = min(self.size, max(end, 2 * len(self.buffer), 256 << 10))
         parts = [self.buffer]
@@ -193,6 +201,8 @@ def _parse(cursor: _Cursor) -> Header:
             f"{left:,} bytes that follow.",
             hint="The file is damaged or cut.",
         )
+    if value_count > MAX_KEYS or tensor_count > MAX_TENSORS:
+        cursor.fail("too_large", f"the header claims {tensor_count:,} tensors and {value_count:,} key-values.")
     metadata = _metadata(cursor, value_count)
     infos_at = cursor.at
     cursor.what = "the tensor infos"
@@ -288,6 +298,9 @@ def _array(cursor: _Cursor, key: str) -> Value:
             found=count,
             hint="The file is damaged or cut.",
         )
+    cursor.items += count
+    if cursor.items > MAX_ITEMS:
+        cursor.fail("too_large", f"{key!r} makes it more than {MAX_ITEMS:,} items in arrays, which no model has.")
     if name == "str":
         return Value("arr:str", cursor.strings(count))
     raw = cursor.take(count * least)

@@ -20,6 +20,12 @@ from convert.formats.spec import Container, Entry, FileLayout, TensorSpec
 
 #: The limit of the safetensors library on a header's length.
 MAX_HEADER = 100_000_000
+#: More tensors than any file has (the largest models have 200,000, in a hundred files). Of a JSON text that says more
+#: no objects are made, which would take thirty times its bytes.
+MAX_TENSORS = 100_000
+_MAX_MARKS = {b"{": 1, b"[": 2, b",": 8, b'"': 16}
+_MAX_DIMS = 64
+_MAX_NAME = 10_000
 
 
 def read(path: Path) -> Container:
@@ -68,6 +74,10 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
             )
         return found
 
+    if any(raw.count(mark) > MAX_TENSORS * count + 10_000 for mark, count in _MAX_MARKS.items()):
+        raise _broken(
+            path, f"has a header of more than {MAX_TENSORS:,} tensors", "No checkpoint has that many in one file."
+        )
     odd = _whole if b"-0" in raw else None  # a hook for every number takes time
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=lambda c: None, parse_int=odd)
@@ -99,13 +109,16 @@ def _tensors(path: Path, header: Mapping[str, Any], base: int) -> tuple[dict[str
             bad(name, "lacks dtype, shape or two data_offsets")
             continue
         if type(kind) is not str or kind not in DTYPES or DTYPES[kind].block > 1:
-            bad(name, f"has the unknown dtype {kind!r}")
+            bad(name, f"has the unknown dtype {kind!r:.200}")
             continue
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            bad(name, f"has the impossible shape {shape!r}")
+        if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(_is_count, shape)):
+            bad(name, f"has the impossible shape {shape!r:.200}")
             continue
-        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-            bad(name, f"has the impossible data_offsets {[begin, end]!r}")
+        if not _is_count(begin) or not _is_count(end) or begin > end:
+            bad(name, f"has the impossible data_offsets {[begin, end]!r:.200}")
+            continue
+        if len(name) > _MAX_NAME:
+            bad(name[:100], f"has a name of {len(name):,} letters")
             continue
         want = math.prod(shape) * DTYPES[kind].block_bytes
         if end - begin != want:
@@ -113,6 +126,10 @@ def _tensors(path: Path, header: Mapping[str, Any], base: int) -> tuple[dict[str
             continue
         tensors[name] = TensorSpec(name, kind, tuple(shape), path, base + begin)
     return dict(sorted(tensors.items(), key=lambda item: item[1].offset)), problems
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _coverage(path: Path, tensors: Mapping[str, TensorSpec], base: int, size: int) -> list[Problem]:

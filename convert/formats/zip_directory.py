@@ -160,6 +160,8 @@ class ZipDirectory:
                 extra = data[at + names : at + names + extras]
                 size, packed, header = self._zip64(extra, size, packed, header)
             at += names + extras + comment
+            if ".." in name or name[:1] == "/":
+                self._check_name(name)
             if name in entries:
                 raise self.error(
                     "duplicate", f"lists the record {name[:200]!r} twice.", "Save it again with torch.save."
@@ -170,6 +172,15 @@ class ZipDirectory:
             if entry.encrypted:
                 raise self._not_plain(entry)
         return entries
+
+    def _check_name(self, name: str) -> None:
+        """Nothing is unpacked here; what would land elsewhere when unpacked was not written by torch."""
+        if name.startswith("/") or ".." in name.replace("\\", "/").split("/"):
+            raise self.error(
+                "zip",
+                f"lists the record {name[:200]!r}, which lies outside the archive: torch.save writes no such names.",
+                "Do not unpack it; get the weights from somebody you trust.",
+            )
 
     def _zip64(self, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
         """The 64-bit numbers that replace those which are all ones, in this order."""

@@ -142,10 +142,11 @@ class _Comparison:
             self.tensor(where, a, b)
             return []
         if isinstance(a, dict):
+            if isinstance(b, dict) and any(isinstance(k, Placeholder) for k in a):
+                return []  # numbers beyond 64 bits as keys, each a key of its own
             if not isinstance(b, dict) or len(a) != len(b):
-                # Keys that compare equal without being the same (1 and True) collapse in both alike.
                 raise Mismatch(f"{where}: a dict of {len(a)} against {type(b).__name__}")
-            if any(isinstance(k, Placeholder) for k in a) or any(isinstance(k, (Inert, torch.device)) for k in b):
+            if any(isinstance(k, (Inert, torch.device)) for k in b):
                 return []
             pairs = zip(a.items(), b.items(), strict=True)  # in the order of the file
             return [

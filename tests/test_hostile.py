@@ -1,0 +1,137 @@
+"""Hostile inputs of every kind, through the commands: one clear error, nothing run, nothing left, nothing large.
+
+The inputs are made by :mod:`tests.trust.hostile`; how they are watched is in its ``harness``, and tested here with
+readers that do what must not be done.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+
+import pytest
+
+from tests.trust.hostile import bad_reader, base, catalogue
+from tests.trust.hostile.harness import COMMANDS, ROOT, Server
+from tests.trust.hostile.tally import good_model, run_case, tally
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured by /proc")
+
+CASES = list(catalogue.cases())
+#: Of the groups of like inputs, every so-many-th by default; all of them with --all.
+SHARE = 4
+#: These take a second each, most of it to be made.
+LARGE = [c for c in CASES if any(w in c.name for w in ("MB", "GB", "million", "000"))]
+SMALL = [c for c in CASES if c not in LARGE]
+
+
+def shm():
+    """In memory where there is such a place: thousands of small files are made."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch):
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", shm())
+
+
+def test_names_are_unique_and_there_are_hundreds():
+    assert not [n for n, k in Counter(c.name for c in CASES).items() if k > 1]
+    assert len(CASES) > 350
+
+
+@pytest.mark.parametrize("part", range(SHARE))
+def test_small_inputs(part):
+    """A quarter of the inputs with every usual command in each part; the parts run one command more than the first."""
+    cases = [c for i, c in enumerate(SMALL) if i % SHARE == part]
+    counts, bad = tally(cases)
+    assert not bad, "\n".join(bad)
+    assert counts["refused"] > len(cases)
+
+
+def test_some_large_inputs():
+    counts, bad = tally(islice(LARGE, 0, None, 9))
+    assert not bad, "\n".join(bad)
+    assert counts["inputs"] >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(8))
+def test_everything(part):
+    _, bad = tally((c for i, c in enumerate(CASES) if i % 8 == part), everything=True)
+    assert not bad, "\n".join(bad)
+
+
+def test_through_a_process_of_its_own(tmp_path):
+    """Some of it as a user would see it, with the memory that the kernel would give."""
+    canary = tmp_path / "canary"
+    picked = [c for c in SMALL if c.name in PICKED]
+    assert len(picked) == len(PICKED)
+    for number, case in enumerate(picked):
+        folder = tmp_path / str(number) / "in"
+        folder.mkdir(parents=True)
+        src = case.build(folder)
+        out = folder.parent / "out"
+        done = subprocess.run(
+            [sys.executable, "-m", "convert", "to", "scratch", str(src), str(out)],
+            capture_output=True, text=True, timeout=60, cwd=ROOT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 1, (case.name, done)
+        assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr and not done.stdout, case.name
+        assert not out.exists() and not list(out.parent.glob("out*")) and not canary.exists()
+        assert not list(tmp_path.glob("**/canary")), case.name
+
+
+PICKED = {
+    "pickle calls os.system",
+    "pickle: a cycle through a state dict",
+    "zip: zip64 sizes of 2^63",
+    "safetensors: a header of 2^63",
+    "index: ..",
+    "index to a pipe",
+    "config: 10^9 layers",
+}
+
+
+# ---- the harness sees what must not be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", bad_reader.FAULTS)
+def test_a_bad_reader_is_seen(fault, tmp_path, monkeypatch):
+    """The control: the same inputs, and a reader that runs pickles, writes beside, leaks, hangs, or leaves things."""
+    monkeypatch.setenv("BAD_READER", fault)
+    box = tmp_path / "box"
+    (box / "in").mkdir(parents=True)
+    (box / "out").mkdir()
+    src = base.torch_folder(box / "in", base.archive(b"\x80\x02cos\nsystem\n(" + base.text("touch canary") + b"tR."))
+    with Server(reader="tests.trust.hostile.bad_reader") as server:
+        argv = [a.format(src=src, out=box / "out") for a in COMMANDS["to-scratch"]]
+        faults = server.run(argv, box, box / "out").faults()
+    assert any(bad_reader.FAULTS[fault] in f for f in faults), faults
+
+
+def test_a_sound_model_passes_every_command(tmp_path):
+    """The other control: what the inputs are made from is no fault of theirs."""
+    good = good_model(tmp_path / "good")
+    from tests.trust.hostile.harness import Case
+
+    def gguf(folder):
+        (folder / "m.gguf").write_bytes(base.gguf())
+        return folder / "m.gguf"
+
+    usual = ("inspect", "inspect-json", "validate", "scan", "to-scratch", "to-hf", "to-gguf")
+    sound = [
+        Case("sound safetensors", lambda f: base.hf(f), (*usual, "diff", "check-source"), frozenset(COMMANDS), ()),
+        Case("sound torch", lambda f: base.torch_folder(f, base.archive()), usual, frozenset(COMMANDS), ()),
+        Case("sound gguf", gguf, (*usual, "metadata"), frozenset(COMMANDS), ()),
+    ]
+    with Server() as server:
+        for case in sound:
+            for command, seen, faults in run_case(server, case, tmp_path, good, everything=False):
+                assert seen.code == 0 and not faults, (case.name, command, seen)

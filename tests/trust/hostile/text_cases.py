@@ -1,0 +1,267 @@
+# ruff: noqa: E501, SIM223 (tables of inputs: one to a line)
+"""Configs and tokenizers of every spelling that say what cannot be."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.trust.hostile import base
+from tests.trust.hostile.harness import Case
+from tests.trust.hostile.sparse import hole
+
+
+def _but(**more: Any) -> dict[str, Any]:
+    return {**base.CONFIG, **more}
+
+
+_TEXT = json.dumps(base.CONFIG)
+CONFIGS: dict[str, Any] = {
+    "10^9 layers": _but(num_hidden_layers=10**9),
+    "10^18 layers": _but(num_hidden_layers=10**18),
+    "layers of 10^400": _but(num_hidden_layers=10**400),
+    "layers of 5,000 digits": _TEXT.replace('"num_hidden_layers": 1', '"num_hidden_layers": ' + "9" * 5000).encode(),
+    "layers of NaN": _but(num_hidden_layers=float("nan")),
+    "layers of infinity": _but(num_hidden_layers=float("inf")),
+    "layers of true": _but(num_hidden_layers=True),
+    "layers of 1.5": _but(num_hidden_layers=1.5),
+    "layers as a text": _but(num_hidden_layers="1"),
+    "negative layers": _but(num_hidden_layers=-1),
+    "layers as a list": _but(num_hidden_layers=[1]),
+    "heads of zero": _but(num_attention_heads=0),
+    "heads of 2^40": _but(num_attention_heads=2**40),
+    "negative heads": _but(num_attention_heads=-4),
+    "K/V heads of zero": _but(num_key_value_heads=0),
+    "hidden size of 2^62": _but(hidden_size=2**62),
+    "hidden size as an object": _but(hidden_size={"a": 1}),
+    "vocabulary of 10^12": _but(vocab_size=10**12),
+    "vocabulary of -5": _but(vocab_size=-5),
+    "head_dim of 0": _but(head_dim=0),
+    "head_dim of 3": _but(head_dim=3),
+    "epsilon of NaN": _but(rms_norm_eps=float("nan")),
+    "epsilon as a text": _but(rms_norm_eps="x"),
+    "theta of NaN": _but(rope_theta=float("nan")),
+    "theta of 0": _but(rope_theta=0),
+    "theta of 10^400": _but(rope_theta=10**400),
+    "scaling as a list": _but(rope_scaling=[1]),
+    "scaling as a text": _but(rope_scaling="llama3"),
+    "scaling of NaN": _but(rope_scaling={"rope_type": "linear", "factor": float("nan")}),
+    "scaling of 10^400": _but(rope_scaling={"rope_type": "linear", "factor": 10**400}),
+    "scaling of an unknown kind": _but(rope_scaling={"rope_type": "evil", "factor": 2}),
+    "scaling by a list of 10^5": _but(rope_scaling={"rope_type": "longrope", "short_factor": [1] * 10**5, "long_factor": [1] * 10**5}),
+    "context of NaN": _but(max_position_embeddings=float("nan")),
+    "tied as a text": _but(tie_word_embeddings="false"),
+    "a type that is a list": _but(model_type=["llama"]),
+    "a type that is a number": _but(model_type=5),
+    "a type with terminal codes": _but(model_type="\x1b[2J", architectures=["\x1b[2J"]),
+    "architectures as a text": _but(architectures="LlamaForCausalLM"),
+    "architectures of numbers": _but(architectures=[5]),
+    "code to be trusted": _but(model_type="evil", architectures=["Evil"], auto_map={"AutoModel": "evil.Evil"}),
+    "a class of Python": _but(model_type="os.system", architectures=["os.system"]),
+    "quantised as a list": _but(quantization_config=[5]),
+    "quantised by an unknown method": _but(quantization_config={"quant_method": "\x1b[2J"}),
+    "sliding window as a text": _but(sliding_window="x", layer_types=5),
+    "a type of torch as a path": _but(torch_dtype="../x"),
+    "a list": [],
+    "a number": 5,
+    "nothing": b"",
+    "null": b"null",
+    "an empty object": {},
+    "an object in an object": {"text_config": {"text_config": {"text_config": 5}}},
+    "deep lists": b'{"a":' + b"[" * 20_000_000,
+    "deep objects": b'{"a":' * 2_000_000,
+    "deep objects under text_config": b'{"text_config":' * 900 + b"5" + b"}" * 900,
+    "no UTF-8": b'{"a":"\xff\xfe"}',
+    "UTF-16": _TEXT.encode("utf-16"),
+    "half a surrogate": b'{"model_type":"\\ud800","hidden_size":32}',
+    "a key twice": _TEXT.replace('"hidden_size"', '"vocab_size": 7, "hidden_size"').encode(),
+    "30 MB of lists": b'{"a":[' + b"[]," * 10_000_000 + b"[]]}",
+    "30 MB of keys": b"{" + b",".join(b'"%07d":5' % i for i in range(2_500_000)) + b"}",
+    "30 MB of numbers": b'{"a":[' + b"1," * 15_000_000 + b"1]}",
+    "a web page": b"<!DOCTYPE html><html><title>\x1b[2JLogin</title>",
+}  # fmt: skip
+#: What of these a sound model may have, or takes no notice of.
+_PASSES = {
+    "theta of 0",
+    "head_dim of 0",
+    "a key twice",
+    "quantised as a list",
+    "scaling by a list of 10^5",
+    "UTF-16",
+    "a type of torch as a path",
+    "layers of true",
+}
+META: dict[str, Any] = {
+    "10^9 layers": {"n_layers": 10**9},
+    "layers of NaN": {"n_layers": float("nan")},
+    "layers as a text": {"n_layers": "1"},
+    "heads of 0": {"n_heads": 0},
+    "negative heads": {"n_heads": -1},
+    "multiple_of of 0": {"multiple_of": 0},
+    "multiple_of of 10^18": {"multiple_of": 10**18},
+    "a multiplier of infinity": {"ffn_dim_multiplier": float("inf")},
+    "a multiplier as a list": {"ffn_dim_multiplier": [1]},
+    "dim of 2^62": {"dim": 2**62},
+    "dim as a list": {"dim": [32]},
+    "a vocabulary of 10^12": {"vocab_size": 10**12},
+    "scaled rope as a text": {"use_scaled_rope": "yes"},
+    "theta as a text": {"rope_theta": "x"},
+    "epsilon as an object": {"norm_eps": {}},
+}
+#: The width of the feed-forward layers follows from the tensors; a flag may be any word that is true.
+_SHAPED = {
+    "multiple_of of 0",
+    "multiple_of of 10^18",
+    "a multiplier of infinity",
+    "a multiplier as a list",
+    "scaled rope as a text",
+}
+_META = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "norm_eps": 1e-5, "vocab_size": 40}
+_META_NAMES = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+    "model.layers.0.self_attn.q_proj.weight": "layers.0.attention.wq.weight",
+    "model.layers.0.self_attn.k_proj.weight": "layers.0.attention.wk.weight",
+    "model.layers.0.self_attn.v_proj.weight": "layers.0.attention.wv.weight",
+    "model.layers.0.self_attn.o_proj.weight": "layers.0.attention.wo.weight",
+    "model.layers.0.mlp.gate_proj.weight": "layers.0.feed_forward.w1.weight",
+    "model.layers.0.mlp.up_proj.weight": "layers.0.feed_forward.w3.weight",
+    "model.layers.0.mlp.down_proj.weight": "layers.0.feed_forward.w2.weight",
+    "model.layers.0.input_layernorm.weight": "layers.0.attention_norm.weight",
+    "model.layers.0.post_attention_layernorm.weight": "layers.0.ffn_norm.weight",
+}
+
+
+def _meta(folder: Path, params: Any) -> Path:
+    items = b"".join(base.text(_META_NAMES[n]) + base.tensor(str(i), s) for i, (n, s) in enumerate(base.SHAPES.items()))
+    (folder / "consolidated.00.pth").write_bytes(base.archive(b"\x80\x02}(" + items + b"u."))
+    (folder / "params.json").write_text(json.dumps(params))
+    return folder
+
+
+def _tokens(count: int = base.VOCAB) -> dict[str, int]:
+    return {f"t{i}": i for i in range(count)}
+
+
+def _bpe(**more: Any) -> dict[str, Any]:
+    return {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": _tokens(), "merges": []}, **more}
+
+
+def _model(**more: Any) -> dict[str, Any]:
+    return _bpe(model={"type": "BPE", "vocab": _tokens(), "merges": [], **more})
+
+
+TOKENIZERS: dict[str, Any] = {
+    "deep lists": b'{"model":' + b"[" * 2_000_000,
+    "deep objects": b'{"model":' * 1_000_000,
+    "deep pre-tokenizers": b'{"model":{"type":"BPE","vocab":{"a":0},"merges":[]},"pre_tokenizer":' + b'{"type":"Sequence","pretokenizers":[' * 400 + b"]}" * 400 + b"}",
+    "no JSON": b"{" + b"x" * 1000,
+    "a vocabulary that is a list": _model(vocab=["a"]),
+    "a vocabulary that is a number": _model(vocab=5),
+    "ids that are texts": _model(vocab={"a": "b"}),
+    "ids that are negative": _model(vocab={"a": -1}),
+    "ids of 10^12": _model(vocab={"a": 10**12}),
+    "ids of 10^400": _model(vocab={"a": 10**400}),
+    "ids that are lists": _model(vocab={"a": [1]}),
+    "ids of true": _model(vocab={"a": True}),
+    "an id twice": _model(vocab={"a": 0, "b": 0}),
+    "merges of three": _model(merges=["a b c"]),
+    "merges of numbers": _model(merges=[5, 6]),
+    "merges of unknown pieces": _model(merges=["x y"] * 100),
+    "merges that are an object": _model(merges={"a": "b"}),
+    "merges that are a number": _model(merges=10**7),
+    "a million merges": _model(merges=["t 1"] * 1_000_000),
+    "an added token of 10^9": _bpe(added_tokens=[{"id": 10**9, "content": "x", "special": True}]),
+    "an added token that is negative": _bpe(added_tokens=[{"id": -1, "content": "x", "special": True}]),
+    "an added token of numbers": _bpe(added_tokens=[{"id": "x", "content": 5}]),
+    "added tokens that are texts": _bpe(added_tokens=["x"]),
+    "added tokens that are a number": _bpe(added_tokens=5),
+    "a model that is a list": _bpe(model=[]),
+    "a model of an unknown kind": _bpe(model={"type": "Evil", "vocab": {}}),
+    "a unigram of numbers": _bpe(model={"type": "Unigram", "vocab": [5, 6]}),
+    "a unigram of NaN": _bpe(model={"type": "Unigram", "unk_id": 0, "vocab": [["a", float("nan")]] * 40}),
+    "a unigram whose unknown is 10^9": _bpe(model={"type": "Unigram", "unk_id": 10**9, "vocab": [["a", 0.0]]}),
+    "a charsmap that is no base64": _bpe(normalizer={"type": "Precompiled", "precompiled_charsmap": "!!!"}),
+    "a normaliser that is a list": _bpe(normalizer=[]),
+    "a pre-tokenizer that is a number": _bpe(pre_tokenizer=5),
+    "a regular expression that explodes": _bpe(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}),
+    "a template of numbers": _bpe(post_processor={"type": "TemplateProcessing", "single": [5], "special_tokens": 7}),
+    "half a surrogate": b'{"model":{"type":"BPE","vocab":{"\\ud800":0},"merges":[]}}',
+    "a text of 60 MB": b'{"model":{"type":"BPE","vocab":{"' + b"a" * (60 << 20) + b'":0},"merges":[]}}',
+    "terminal codes": _model(vocab={"\x1b[2J": 0}, merges=["\x1b[2J x"]),
+}  # fmt: skip
+MODELS: dict[str, bytes] = {
+    "garbage": bytes(range(256)) * 40,
+    "a field of 2^63": b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7fabc",
+    "a number without end": b"\x0a" + b"\xff" * 1000,
+    "pieces of numbers": b"\x08\x05" * 10_000,
+    "nested messages": b"\x0a\x7f" * 50_000,
+    "a million empty pieces": b"\x0a\x00" * 1_000_000,
+    "a piece that is no UTF-8": b"\x0a\x04\x0a\x02\xff\xfe" * 100,
+    "a trainer that is a number": b"\x0a\x03\x0a\x01a\x10\x05\x18\x05",
+    "base64 of nothing": b"!!! 5\n" * 1000,
+    "base64 with ranks that are texts": base64.b64encode(b"a") + b" x\n",
+    "ranks of 10^12": base64.b64encode(b"a") + b" 1000000000000\n",
+    "a rank of 5,000 digits": base64.b64encode(b"a") + b" " + b"9" * 5000 + b"\n",
+    "a rank twice": (base64.b64encode(b"a") + b" 0\n" + base64.b64encode(b"b") + b" 0\n") * 10,
+    "a megabyte in one token": base64.b64encode(b"a" * 1_000_000) + b" 0\n",
+    "a million ranks": b"".join(base64.b64encode(b"%07d" % i) + b" %d\n" % i for i in range(1_000_000)),
+    "a pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+}
+
+
+def _with_file(name: str, content: Any) -> Callable[[Path], Path]:
+    def build(folder: Path) -> Path:
+        base.hf(folder)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        return folder
+
+    return build
+
+
+def cases() -> Iterator[Case]:
+    """Every config and tokenizer."""
+    ways = ("inspect", "validate", "to-scratch", "to-gguf")
+    for name, config in CONFIGS.items():
+        passes = frozenset(("inspect", *((*ways, "diff", "diagnose") if name in _PASSES else ())))
+        yield Case(f"config: {name}", lambda f, config=config: base.hf(f, config=config), ways, passes)  # type: ignore[misc]
+    blanks = _TEXT[:-1].encode()
+    yield Case(
+        "config: 1 GB of nesting", lambda f: hole(base.hf(f) / "config.json", 1 << 30, b"[" * 100_000) and f, ways
+    )
+    yield Case("config: 1 GB", lambda f: hole(base.hf(f) / "config.json", 1 << 30, blanks, b"}") and f, ways)
+    for name, params in META.items():
+        yield Case(f"params: {name}", lambda f, params=params: _meta(f, {**_META, **params}), ("inspect", "validate", "to-hf"), frozenset(("inspect", *(("validate", "to-hf") if name in _SHAPED else ()))))  # type: ignore[misc]  # fmt: skip
+    ways = ("inspect", "validate", "to-scratch", "to-hf", "to-gguf-vocabulary")
+    passes = frozenset((*ways, "diff", "diagnose", "to-gguf"))  # the weights are sound; what matters is how it ends
+    for name, content in TOKENIZERS.items():
+        yield Case(f"tokenizer.json: {name}", _with_file("tokenizer.json", content), ways, passes)
+    for name, raw in MODELS.items():
+        yield Case(f"tokenizer.model: {name}", _with_file("tokenizer.model", raw), ways, passes)
+    for name, value in (
+        ("a number", 5),
+        ("deep lists", b"[" * 1_000_000),
+        ("a list", []),
+        ("tokens of numbers", {"bos_token": 5, "added_tokens_decoder": [5]}),
+        ("no UTF-8", b"\xff"),
+    ):
+        for file in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "added_tokens.json"):
+
+            def build(folder: Path, file: str = file, value: Any = value) -> Path:
+                _with_file("tokenizer.json", _bpe())(folder)
+                (folder / file).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
+                return folder
+
+            yield Case(f"{file}: {name}", build, ways, passes)
+    for file in (
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
+        yield Case(f"{file}: 1 GB", lambda f, file=file: hole(base.hf(f) / file, 1 << 30, b"{") and f, ways, passes)  # type: ignore[misc]
