@@ -41,6 +41,11 @@ def command(
     from convert.formats.gguf_header import read_header
 
     path = Path(file)
+    if not sets and not remove:
+        from convert.hub.place import place
+
+        at = place(file, way="glance")  # what it made lives as long
+        path = at.path
     if not path.is_file():
         raise UsageError(f"{path} is no file.", hint="Name one GGUF file; of a split model the first piece.")
     values = read_header(path).metadata

@@ -101,6 +101,14 @@ def explain(error: BaseException, name: Name, *, near: Callable[[], list[str]] |
                 f"Its branches and tags: {endpoint}/{name.repo}/tree/main.",
                 404,
             )
+        if "Invalid credentials" in str(one) or "Invalid username or password" in str(one):
+            return _said(
+                "token",
+                f"the Hub does not know the token that was given ({name}).",
+                name,
+                "Log in again (hf auth login), or set HF_TOKEN to a valid one; for a public repository, unset it.",
+                401,
+            )
         if isinstance(one, errors.RepositoryNotFoundError) or (status_of(one) == 401):
             return _missing(name, endpoint, status_of(one), near)
         if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -104,7 +104,7 @@ def push(
     path = Path(out)
     record, files = _contents(path)
     text = card(record, files, verified=verified, base=path if path.is_dir() else None)
-    sizes = [(f.name, f.stat().st_size) for f in files] + [(CARD, len(text.encode()))]
+    sizes = [(_within(path, f), f.stat().st_size) for f in files] + [(CARD, len(text.encode()))]
     if dry_run:
         return Pushed(name.repo, sizes, private, None, text)
     import huggingface_hub
@@ -118,7 +118,9 @@ def push(
         with tempfile.TemporaryDirectory(prefix="convert-push-") as folder:
             staged = Path(folder)
             for file in files:  # links, so that only these are seen and nothing is copied
-                os.symlink(file.resolve(), staged / file.name)
+                link = staged / _within(path, file)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                os.symlink(file.resolve(), link)
             (staged / CARD).write_text(text, encoding="utf-8")
             commit = patiently(
                 lambda: api.upload_folder(
@@ -149,6 +151,11 @@ def _refused(error: ConvertError, name: Name, path: Path) -> ConvertError:
     return ConvertError(Problem(first.kind, first.message, file=str(name), found=first.found, hint=again))
 
 
+def _within(out: Path, file: Path) -> str:
+    """The name of a file in the repository."""
+    return file.relative_to(out if out.is_dir() else out.parent).as_posix()
+
+
 def _contents(path: Path) -> tuple[dict[str, Any], list[Path]]:
     """The record of an output, and the files that it names."""
     folder = path if path.is_dir() else path.parent
@@ -165,7 +172,8 @@ def _contents(path: Path) -> tuple[dict[str, Any], list[Path]]:
     if not isinstance(target, dict):
         raise UsageError(f"{place.name} is no record of a conversion.")
     names = [str(f.get("name")) for f in (*entries(target.get("files")), *entries(target.get("beside")))]
-    files = [folder / n for n in dict.fromkeys(names) if Path(n).name == n and n != CARD]
+    safe = (n for n in dict.fromkeys(names) if n != CARD and not Path(n).is_absolute() and ".." not in Path(n).parts)
+    files = [folder / n for n in safe]
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise ConvertError(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,8 @@ from tests.fixtures.hf import make_hf
 from tests.fixtures.meta import make_meta
 from tests.hub.conftest import files_of, put
 from tests.hub.server import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def got(hub, part: str = "") -> set[str]:
@@ -216,3 +222,80 @@ def test_what_is_refused_is_refused_before_the_download(hub, tmp_path):
     assert sum(r.sent for r in hub.log if "/cdn/" in r.path) < 0.9 * size
     assert not list((tmp_path / "cache").glob("**/*.safetensors"))
     convert.convert_checkpoint("org/m", "out.gguf", to="gguf", tokenizer=False)
+
+
+def test_a_disk_that_fills_up(hub, tmp_path, monkeypatch):
+    import errno
+
+    import huggingface_hub
+
+    make_hf(tmp_path / "m")
+    put(hub, "org/m", tmp_path / "m")
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(ConvertError, match="too full") as error:
+        convert.open_checkpoint("org/m")
+    assert [p.kind for p in error.value.problems] == ["hub_disk_full"] and hub.sent < 10_000
+
+
+def test_a_token_that_is_none(hub, tmp_path):
+    make_hf(tmp_path / "m")
+    put(hub, "org/m", tmp_path / "m")
+    headers = {"X-Error-Message": "Invalid credentials in Authorization header"}
+    hub.faults = [Fault("/api/models/org/m", 1, status=401, headers=headers)]
+    with pytest.raises(ConvertError, match="does not know the token"):
+        convert.open_checkpoint("org/m")
+
+
+def test_how_long_a_server_asks_to_wait():
+    from email.utils import formatdate
+
+    from convert.hub.failures import retry_after
+
+    assert retry_after({"Retry-After": "7"}) == 7
+    assert 50 < retry_after({"Retry-After": formatdate(time.time() + 60, usegmt=True)}) <= 60
+    assert retry_after({"Retry-After": formatdate(time.time() - 60, usegmt=True)}) == 0
+    assert retry_after({"Retry-After": "soon"}) is None and retry_after({}) is None
+
+
+def test_as_a_program_with_the_library_s_environment(hub, tmp_path):
+    """Another process: HF_ENDPOINT, HF_HOME and HF_TOKEN are all it is told."""
+    make_hf(tmp_path / "m", tokenizer=True)
+    put(hub, "org/m", tmp_path / "m", private=True)
+    told = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | told | {"PYTHONPATH": str(ROOT)}
+
+    def call(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "convert", *args]
+        return subprocess.run(command, env=env | more, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    without = call("hf-to-scratch", "org/m", "out", "--json")
+    assert without.returncode == 1 and json.loads(without.stdout)["problems"][0]["kind"] == "hub_missing"
+    done = call("hf-to-scratch", "org/m", "out", "--json", HF_TOKEN="hf_good")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert json.loads(done.stdout)["tensors"] > 10
+    assert list((tmp_path / "home" / "hub").glob("models--org--m/blobs/*"))
+    offline = call("inspect", "org/m", "--json", HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0 and "offline" in offline.stdout
+
+
+def test_a_path_costs_nothing(tmp_path):
+    """The library is not even imported where no name is given."""
+    make_hf(tmp_path / "m")
+    code = (
+        "import sys, convert; convert.inspect('m'); convert.convert_checkpoint('m', 'out', to='scratch'); "
+        "sys.exit(any(n.split('.')[0] in ('huggingface_hub', 'httpx', 'httpx2', 'requests') for n in sys.modules))"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=False).returncode == 0
+
+
+def test_metadata_of_a_file_there(hub, tmp_path, cli):
+    make_gguf(tmp_path / "m" / "tiny.gguf")
+    put(hub, "org/m", tmp_path / "m")
+    code, out, _ = cli("metadata", "hf://org/m/tiny.gguf", "--json")
+    assert code == 0 and out == cli("metadata", "m/tiny.gguf", "--json")[1]
+    assert cli("metadata", "hf://org/m/tiny.gguf", "--set", "a.b=c")[0] == 2
