@@ -1,4 +1,4 @@
-# ruff: noqa: E501, SIM223 (tables of inputs: one to a line)
+# ruff: noqa: E501 (tables of inputs: one to a line)
 """safetensors and GGUF files that lie."""
 
 from __future__ import annotations

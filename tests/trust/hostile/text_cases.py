@@ -1,4 +1,4 @@
-# ruff: noqa: E501, SIM223 (tables of inputs: one to a line)
+# ruff: noqa: E501 (tables of inputs: one to a line)
 """Configs and tokenizers of every spelling that say what cannot be."""
 
 from __future__ import annotations
