@@ -27,7 +27,7 @@ from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
 from convert.opening import find_config, hub_config
 from convert.other_heads import refuse_other_heads, refuse_other_models
-from convert.prefixes import aliased, common_first_parts
+from convert.prefixes import aliased, chosen_part, common_first_parts
 from convert.record import is_of
 from convert.source import FilePool, Source
 from convert.stamps import Stamp, stamps
@@ -228,7 +228,9 @@ def _open(at: Place, chosen: Options) -> Checkpoint:
             Problem("empty", f"{path} holds no tensors.", file=str(path), hint="Is this the right file?")
         )
     if found.format == "safetensors":
-        tensors = _strip(tensors, notes)
+        tensors = chosen_part(_strip(tensors, notes), chosen.key, notes)
+    elif chosen.key and found.format in ("gguf", "tensorflow"):
+        raise UsageError(f"--key names a part of a training checkpoint, and {path.name} is none.", hint="Leave it out.")
     raw, config_layout = find_config(found, containers, chosen, wrapped)
     record = (record_of(containers[0].metadata) if found.format == "gguf" else {}) or _record(found, containers, notes)
     record = {k: v for k, v in record.items() if k not in ("source", "target", "config") or isinstance(v, dict)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import convert
 from convert.errors import ConvertError, UsageError
@@ -193,6 +193,25 @@ def test_a_moving_average_beside_the_model_is_a_question(source, state, tmp_path
     assert plain in str(error.value) and moving in str(error.value)
     converted(path, state, tmp_path / "out", key=plain)
     converted(path, {n: t * OTHER for n, t in state.items()}, tmp_path / "average", key=moving)
+
+
+def test_two_models_in_one_safetensors_file(source, state, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    moving = {name: tensor * OTHER for name, tensor in state.items()}
+    both = {f"module.online.{n}": t for n, t in state.items()} | {f"module.ema.{n}": t for n, t in moving.items()}
+    save_file(both, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"ema and online|online and ema") as error:
+        convert.open_checkpoint(folder)
+    assert "--key" in str(error.value)
+    notes = converted(folder, moving, tmp_path / "out", key="ema")
+    assert any("under the key 'ema'; 21 other tensors" in note for note in notes)
+    with pytest.raises(UsageError, match="begins with 'nothing"):
+        convert.open_checkpoint(folder, key="nothing")
+    convert.convert_checkpoint(source, tmp_path / "x.gguf", to="gguf", tokenizer=False)
+    with pytest.raises(UsageError, match="--key"):
+        convert.open_checkpoint(tmp_path / "x.gguf", key="ema")
 
 
 def test_what_is_no_pair_of_models(state):
