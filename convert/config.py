@@ -46,7 +46,7 @@ def read_json(path: Path) -> Any:
             message = f"{path.name} holds more values than any config or index."
             raise FormatError(Problem("config", message, file=str(path), hint="Fetch the file again."))
         text = raw.decode("utf-8-sig")  # editors on Windows put a mark in front
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_whole)
         if "\\u" in text:  # half a surrogate pair is no text: no file can be named so, no terminal can show it
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -55,6 +55,12 @@ def read_json(path: Path) -> Any:
         if kind in ("lfs", "html", "empty", "zeros"):
             raise refuse_non_weights(path, kind) from None
         raise FormatError(Problem("config", f"{path.name} is not valid JSON: {error}.", file=str(path))) from None
+
+
+def _whole(text: str) -> int:
+    if len(text) > 100:
+        raise ValueError(f"a number of {len(text):,} digits")
+    return int(text)
 
 
 def plain(config: Mapping[str, Any]) -> Config:

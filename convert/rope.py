@@ -35,12 +35,15 @@ def stop(message: str, *, found: Any = None, wanted: Any = None, hint: str | Non
     return ConvertError(Problem("rope", message, found=found, wanted=wanted, hint=hint))
 
 
+_MOST = 1e30
+
+
 def _base(value: Any, default: float) -> float:
     """A stated base, or the default where none is."""
     if value is None:
         return float(default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise stop(f"rope_theta is {value!r}, which is no number.", found=value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not -_MOST < value < _MOST:
+        raise stop(f"rope_theta is {value!r:.200}, which is no number that a model has.", found=value)
     return float(value) or float(default)
 
 
