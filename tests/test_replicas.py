@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 import convert
 from convert.errors import ConvertError
+from convert.run import run
 from tests.fixtures import make_hf, make_meta
 
 
-def repeated(folder: Path, *, spoil: bool = False) -> Path:
+def repeated(folder: Path, *, spoil: bool = False, row: int = 0) -> Path:
     """The 8/2 model in 4 files: 2 heads stored as a, a, b, b, one in each file, as Meta does it for 405B in 16."""
     make_meta(folder / "one", "gqa8")
     state = torch.load(folder / "one" / "consolidated.00.pth", weights_only=True)
@@ -28,7 +29,7 @@ def repeated(folder: Path, *, spoil: bool = False) -> Path:
                 head = rank // 2
                 part[name] = tensor[head * 8 : (head + 1) * 8].clone()
                 if spoil and rank == 3 and name.startswith("layers.1.") and "wv" in name:
-                    part[name][0, 0] += 1
+                    part[name][row, 0] += 1
             elif name.endswith("norm.weight"):
                 part[name] = tensor
             else:
@@ -58,6 +59,19 @@ def test_one_different_value_keeps_all_heads(tmp_path: Path) -> None:
     assert found["model.layers.0.self_attn.k_proj.weight"].shape == (32, 64)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_key_value_heads"] == 4
     assert not any("stored 2 times" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("row", [0, 4, 7])
+def test_a_look_compares_ends_and_a_conversion_every_row(tmp_path: Path, row: int) -> None:
+    """Of 405B all key/value heads are 17 GB; a plan that is only looked at says by what it was decided."""
+    source = repeated(tmp_path, spoil=True, row=row)
+    looked = convert.plan_conversion(source, "hf", way="look")
+    assert any("equal in their first and last rows" in note for note in looked.notes) == (row == 4)
+    assert convert.inspect(source).as_json()["n_kv_heads"] == (2 if row == 4 else 4)
+    full = convert.plan_conversion(source, "hf")
+    assert full.config["num_key_value_heads"] == 4
+    with pytest.raises(ConvertError, match="for a look"):
+        run(looked, tmp_path / "out")
 
 
 @pytest.mark.parametrize(("shape", "files"), [("gqa8", 2), ("h32kv8", 8), ("mha", 2)])
