@@ -26,6 +26,8 @@ CARRIED = (
     "generation_config.json",
 )
 #: JSON files up to this size are parsed; of larger ones the two ends are looked at (Gemma's tokenizer has 34 MB).
+#: The largest ``tokenizer.json`` that is published has 35 MB.
+MAX_BYTES = 96 << 20
 _PARSED_BYTES = 1 << 20
 
 
@@ -52,6 +54,9 @@ def unsound(path: Path) -> Problem | None:
     kind = sniff(path)
     if kind in ("lfs", "html", "empty", "zeros"):
         return refuse_non_weights(path, kind).problems[0]
+    if path.stat().st_size > MAX_BYTES:
+        message = f"{path.name} has {path.stat().st_size:,} bytes, which no such file has."
+        return Problem("tokenizer", message, file=str(path), hint="--no-tokenizer converts the weights alone.")
     if path.suffix != ".json" or _is_object(path):
         return None
     return Problem(

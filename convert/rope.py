@@ -83,7 +83,7 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
         value = parameters.get(field)
         if value is None and field == "original_max_position_embeddings":
             value = parameters.get("original_context_length", context)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < _MOST:
             raise stop(
                 f"the RoPE type {kind!r} needs a positive {field!r}, and the config has {value!r}.",
                 found=value,

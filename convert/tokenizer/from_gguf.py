@@ -76,6 +76,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         ConvertError: As :func:`hf_files`.
     """
     model = metadata.get("tokenizer.ggml.model")
+    model = model if isinstance(model, str) else None if model is None else repr(model)[:60]
     if model not in _MODELS:
         raise ConvertError(_unsupported(model))
     try:
@@ -251,8 +252,9 @@ def _special(tokenizer: Tokenizer, metadata: Mapping[str, Any], unknown: int | N
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     tokenizer.max_length = None if length is None else int(length)
     if "tokenizer.chat_template" in metadata:
-        tokenizer.chat_templates["default"] = metadata["tokenizer.chat_template"]
-    for name in metadata.get("tokenizer.chat_templates", ()):
+        tokenizer.chat_templates["default"] = str(metadata["tokenizer.chat_template"])
+    names = metadata.get("tokenizer.chat_templates")
+    for name in names if isinstance(names, Sequence) and not isinstance(names, str) else ():
         source = metadata.get(f"tokenizer.chat_template.{name}")
         if source is not None:
             tokenizer.chat_templates[name] = source

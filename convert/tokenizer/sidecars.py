@@ -18,6 +18,8 @@ from convert.tokenizer.tokenizer import ROLES, SENTENCEPIECE, Tokenizer
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 #: Classes of transformers that add nothing by themselves: where ``tokenizer.json`` has no template, there is no bos.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+#: The largest ``tokenizer.json`` that is published has 35 MB.
+MAX_BYTES = 96 << 20
 TEMPLATE, TEMPLATE_JSON, TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 
 
@@ -30,8 +32,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConvertError(
             Problem("json", f"{path.name} is not JSON: {error}.", file=str(path), hint="Fetch the file again.")
         ) from error

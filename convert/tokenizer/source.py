@@ -88,6 +88,9 @@ def _candidates(folder: Path) -> list[Path]:
 def _read_first(candidates: list[Path], folder: Path, pre: str | None) -> Tokenizer:
     refused: list[str] = []
     for path in candidates:
+        if path.stat().st_size > sidecars.MAX_BYTES:
+            refused.append(f"{path.name} has more bytes than any tokenizer")
+            continue
         raw = path.read_bytes()
         reason = _not_a_tokenizer(raw)
         if reason is None:
@@ -124,7 +127,7 @@ def _parse(path: Path, raw: bytes, pre: str | None) -> tuple[Tokenizer | None, s
     if raw.lstrip()[:1] == b"{":
         try:
             tree = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return None, f"is not whole JSON ({error})"
         return _json(path, tree, pre)
     if ranks.is_ranks(raw):

@@ -243,7 +243,7 @@ def _compare_config(found: Any, data: bytes, path: Path) -> None:
             value = hub.get(key, 1)
             if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**40:
                 raise Mismatch(f"{key} became {value!r}")
-            if key in theirs:
+            if key in hub and theirs.get(key) is not None:
                 same(key, value, theirs[key])
         theta = hub.get("rope_theta")
         if theta is not None and not (isinstance(theta, (int, float)) and math.isfinite(theta)):
