@@ -25,9 +25,9 @@ CARRIED = (
     "chat_template.json",
     "generation_config.json",
 )
-#: JSON files up to this size are parsed; of larger ones the two ends are looked at (Gemma's tokenizer has 34 MB).
-#: The largest ``tokenizer.json`` that is published has 35 MB.
+#: More bytes than any file that is carried has.
 MAX_BYTES = 96 << 20
+#: JSON files up to this size are parsed; of larger ones the two ends are looked at (Gemma's tokenizer has 34 MB).
 _PARSED_BYTES = 1 << 20
 
 
