@@ -50,7 +50,7 @@ def alone(world: int, batch: list[list[str]], **more: str) -> list[tuple[int, st
         )
         for rank in range(world)
     ]
-    found = [rank.communicate(timeout=100) for rank in ranks]
+    found = [rank.communicate(timeout=300) for rank in ranks]
     return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, found, strict=True)]
 
 
