@@ -34,6 +34,7 @@ class StackMachine(ABC):
 
     Attributes:
         pos: The next byte, valid when a handler runs.
+        scale: How many times the usual bounds are allowed.
         handlers: The handler of each opcode in this class, by its byte.
     """
 
@@ -41,6 +42,7 @@ class StackMachine(ABC):
         self.data = data
         self.file = file
         self.pos = 0
+        self.scale = 1
         self.wide = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -118,7 +120,7 @@ class StackMachine(ABC):
 
     def put(self, index: int) -> None:
         """Remember the top of the stack."""
-        if not 0 <= index < MAX_MEMO:
+        if not 0 <= index < MAX_MEMO * self.scale:
             self.fail(f"memo number {index:,}")
         self.memo[index] = self.stack[-1]
 

@@ -55,19 +55,21 @@ class Unpickled:
     placeholders: dict[str, int] = field(default_factory=dict)
 
 
-def load(data: bytes, *, tensor: TensorBuilder, file: str) -> Unpickled:
+def load(data: bytes, *, tensor: TensorBuilder, file: str, scale: int = 1) -> Unpickled:
     """Read one pickle.
 
     Args:
         data: The whole pickle.
         tensor: Receives every tensor's numbers; its result stands in the tree.
         file: For error messages.
+        scale: How many times the bounds of a state dict are allowed, in bytes, operations and memory.
 
     Raises:
         FormatError: The pickle is damaged or larger than any state dict.
     """
-    check_size(len(data), file=file)
+    check_size(len(data), file=file, scale=scale)
     machine = _Machine(data, tensor, file)
+    machine.scale = scale
     collecting = gc.isenabled()
     gc.disable()  # half a million live tuples: each collection would walk them all and free none
     try:
@@ -82,13 +84,13 @@ def load(data: bytes, *, tensor: TensorBuilder, file: str) -> Unpickled:
     return Unpickled(root, machine.listed)
 
 
-def check_size(count: int, *, file: str) -> None:
+def check_size(count: int, *, file: str, scale: int = 1) -> None:
     """Refuse a pickle of more bytes than any state dict has, before it is read.
 
     Raises:
-        FormatError: More than :data:`MAX_BYTES`.
+        FormatError: More than ``scale`` times :data:`MAX_BYTES`.
     """
-    if count > MAX_BYTES:
+    if count > MAX_BYTES * scale:
         raise _too_large(f"The object tree of {file} has {count:,} bytes", file)
 
 
@@ -112,12 +114,12 @@ class _Machine(StackMachine):
         """Follow the opcodes to STOP. The frequent ones are inline: a large model needs a million of them."""
         data, stack, marks, memo, rare = self.data, self.stack, self.marks, self.memo, self.handlers
         push, pop, call, size, pos = stack.append, stack.pop, self.call, len(self.data), 0
-        for _ in range(MAX_OPERATIONS):
+        for _ in range(MAX_OPERATIONS * self.scale):
             op = data[pos]
             pos += 1
             if op == _LONG_PUT:
                 (index,) = U32(data, pos)
-                if index >= MAX_MEMO:
+                if index >= MAX_MEMO * self.scale:
                     self.fail(f"memo number {index:,}")
                 memo[index] = stack[-1]
                 pos += 4
@@ -178,7 +180,7 @@ class _Machine(StackMachine):
                     self.fail(f"unknown operation 0x{op:02x}")
                 handler()
                 pos = self.pos
-        raise _too_large(f"The object tree of {self.file} needs more than {MAX_OPERATIONS:,} operations", self.file)
+        raise _too_large(f"The object tree of {self.file} needs more than {MAX_OPERATIONS * self.scale:,} operations", self.file)
 
     # --- calls: the only place where a name means something ------------------------------------------------
 
