@@ -75,7 +75,9 @@ def read(folder: Path) -> Container:
     """
     path = folder / METADATA
     data = _bytes(path)
-    found = pickles.load(data, tensor=lambda *_: Placeholder("tensor", called=True), file=f"{folder.name}/{METADATA}", scale=_SCALE)
+    found = pickles.load(
+        data, tensor=lambda *_: Placeholder("tensor", called=True), file=f"{folder.name}/{METADATA}", scale=_SCALE
+    )
     _refuse_names(found.placeholders, path)
     meta = _fields(found.root, "Metadata", path)
     stored = meta.get("state_dict_metadata")

@@ -180,7 +180,9 @@ class _Machine(StackMachine):
                     self.fail(f"unknown operation 0x{op:02x}")
                 handler()
                 pos = self.pos
-        raise _too_large(f"The object tree of {self.file} needs more than {MAX_OPERATIONS * self.scale:,} operations", self.file)
+        raise _too_large(
+            f"The object tree of {self.file} needs more than {MAX_OPERATIONS * self.scale:,} operations", self.file
+        )
 
     # --- calls: the only place where a name means something ------------------------------------------------
 
