@@ -51,8 +51,12 @@ class Crew:
     def __init__(self, place: Place) -> None:
         # The store's C++ side logs every connection that another rank closes at its end.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        import torch.distributed as dist
-
+        try:
+            import torch.distributed as dist
+        except ImportError as error:
+            raise ConvertError(
+                Problem("torch", "several ranks meet by torch, which is not installed.", hint="pip install torch")
+            ) from error
         self.rank, self.world = place.rank, place.world
         self.stopped = threading.Event()
         self.progress: Callable[[int], None] | None = None
