@@ -47,7 +47,7 @@ def test_names_are_unique_and_there_are_hundreds():
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, SHARE))])
 def test_small_inputs(part):
-    """Every usual command on a part of the inputs: one by default, half a minute of processor time; the rest is slow."""
+    """Every usual command on a part of the inputs: by default one, of half a minute; the rest is slow."""
     cases = [c for i, c in enumerate(SMALL) if i % SHARE == part]
     counts, bad = tally(cases)
     assert not bad, "\n".join(bad)
