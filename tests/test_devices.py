@@ -50,3 +50,12 @@ def test_picking():
     if usable != "cuda":
         with pytest.raises(UsageError, match="cannot use 'cuda'"):
             devices.pick_device("cuda")
+
+
+@pytest.mark.parametrize(("said", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(monkeypatch, said, kept):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # so that it is put back afterwards
+    if said is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    devices.share_cores()
+    assert devices.os.environ["OMP_WAIT_POLICY"] == kept

@@ -50,8 +50,10 @@ def command(
     The numbers are looked at first; then the model runs on a text with every known fault undone in turn, and what makes
     it predict the text better than chance allows is the cause. Exit code 0: good, 1: broken, 3: undecided.
     """
+    from convert.devices import share_cores
     from convert.diagnose import diagnose
 
+    share_cores()
     write_report = report_writer(report, quiet=quiet)
     with _progress(shown=not (quiet or as_json)) as on_step:
         result = diagnose(
@@ -118,13 +120,14 @@ def _progress(*, shown: bool) -> Iterator[Step | None]:
 
 
 def _lines() -> Step:
-    """A line for every tenth of the way."""
-    said = {"tenth": -1}
+    """A line for every tenth of the way, and, where its length is unknown, whenever another kind of step begins."""
+    tenths, kinds = -1, ""
 
     def tell(what: str, done: int, of: int) -> None:
-        tenth = 10 * done // of if of else -1
-        if not of or tenth > said["tenth"]:
-            said["tenth"] = max(tenth, said["tenth"])
+        nonlocal tenths, kinds
+        tenth, kind = (10 * done // of if of else -1), what.partition("=")[0]
+        if tenth > tenths or (not of and kind != kinds):
+            tenths, kinds = max(tenth, tenths), kind
             click.echo(f"… {what}" + (f" ({done} of {of})" if of else ""), err=True)
 
     return tell

@@ -73,6 +73,9 @@ def command(a: str, b: str | None, as_json: bool, quiet: bool, debug: bool, **op
 
     With --tensors, nothing is run: all tensors are brought into one layout and compared. Exit code 0: pass, 1: fail.
     """
+    from convert.devices import share_cores
+
+    share_cores()
     write_report = report_writer(options["report"], quiet=quiet)
     if options["tensors"]:
         from convert.commands.diff import verify_tensors
