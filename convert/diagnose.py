@@ -161,6 +161,8 @@ def diagnose(
             absent["hypotheses"] = "only the numbers were looked at (--probe-only)"
         elif compared is not None and (compared.explained or not compared.differs):
             absent["hypotheses"] = "the good copy decides: no text had to be predicted"
+        elif any(oddity.kind in ("nan", "inf") for oddity in odd):
+            absent["hypotheses"] = "tensors hold NaN or Inf, and so does all that is computed from them"
         elif ids is not None:
             found = _run(ckpt, ids, probed, odd, device, absent, tell)
         judged = weigh(ckpt, probed, odd, found, compared)
@@ -304,7 +306,7 @@ def _judge(
     if compared is not None:
         return "good", compared.message(), []
     if found is None:
-        why = absent.get("hypotheses", "the model was not run")
+        why = absent.get("hypotheses", "the model was not run").rstrip(".")
         if probed is not None and probed.agrees:
             seen = f"Nothing is odd about the numbers, and the rows of Q and K are in {probed.order} order, as told."
             return "good", seen, [f"The model was not run: {why}."]

@@ -304,15 +304,23 @@ def _diagnose(console: Console, value: Mapping[str, Any], detail: Mapping[str, A
             _say(console, cause["fix"], style="bold", indent=4)
     _probe(console, value.get("probe"))
     _losses(console, detail)
-    findings = [p for p in value.get("findings") or () if isinstance(p, Mapping)]
-    for finding in findings[:_NAMES]:
-        _say(console, finding.get("message") or finding.get("kind"))
-    if len(findings) > _NAMES:
-        _say(console, f"… and {len(findings) - _NAMES} more findings (--json, --report).", style="dim")
+    _odd(console, value)
     against = detail.get("against")
     if against:
         _worst(console, against.get("tensors"))
     _hints(console, value.get("hints"))
+
+
+def _odd(console: Console, value: Mapping[str, Any]) -> None:
+    """Odd tensors, faults before what is only worth knowing; not again what a hint says."""
+    hints = " ".join(str(hint) for hint in value.get("hints") or ())
+    odd = [o for key in ("findings", "tensors") for o in value.get(key) or () if isinstance(o, Mapping)]
+    said = [str(o.get("message") or o.get("kind")) for o in sorted(odd, key=lambda o: not o.get("fault"))]
+    left = [message for message in said if message not in hints]
+    for message in left[:_NAMES]:
+        _say(console, message[:1].upper() + message[1:])
+    if len(left) > _NAMES:
+        _say(console, f"… and {len(left) - _NAMES} more findings (--json, --report).", style="dim")
 
 
 def _probe(console: Console, probe: Any) -> None:

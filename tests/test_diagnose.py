@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -69,6 +70,23 @@ def test_a_copied_tensor_is_named_without_running(random_model, tmp_path):
     found = diagnose(tmp_path / "broken", probe_only=True)
     assert found.verdict == "broken" and found.causes[0].fault == "duplicate" and found.causes[0].fix is None
     assert "layers.1.mlp.down_proj" in found.causes[0].evidence[0]
+
+
+def test_nan_is_named_with_its_tensor_and_nothing_is_run(random_model, tmp_path, capsys, monkeypatch):
+    """All hypotheses would compute NaN; the screen says in which tensor it lies."""
+    from safetensors.torch import load_file, save_file
+
+    broken = Path(shutil.copytree(random_model, tmp_path / "broken"))
+    file = next(broken.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("layers.1.mlp.down_proj.weight"))
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    monkeypatch.setitem(sys.modules, "convert.trials", None)  # what runs a model cannot be imported
+    with pytest.raises(SystemExit) as stop:
+        main(["diagnose", str(broken), "--text", TEXT])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 1 and name in shown and "1 NaN" in shown and ".." not in shown
 
 
 def test_the_command(random_model, tmp_path, capsys):
