@@ -42,8 +42,7 @@ class FilePool:
 
     Attributes:
         local: Whether a tensor's bytes lie in its file; else only :meth:`read_into` has them.
-        notes: What is to be said of a conversion, when it has ended.
-        hashes: SHA-256 of whole files, where reading them has told it.
+        notes, hashes: What reading has told, to be said in the end; SHA-256 of files that were read whole.
     """
 
     local = True
