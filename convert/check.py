@@ -6,6 +6,7 @@ Reads headers, and whole files where the record has their full hashes. Whether a
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ from convert.report import human_bytes
 SCHEMA = "convert.check/1"
 #: Findings that a terminal shows; the rest is in the JSON.
 _SHOWN = 24
-_HINT = "Convert again, or compare with the source: convert check OUT --source SRC."
+_AGAIN = "Convert again"
+_HINT = f"{_AGAIN}, or compare with the source: convert check OUT --source SRC"
 
 Progress = Callable[[int], None]
 
@@ -89,9 +91,15 @@ class Check:
         out += [f"  {p.kind}: {p.message}" for p in self.problems[:_SHOWN]]
         if count > _SHOWN:
             out.append(f"  … and {count - _SHOWN} more; --json has them all")
-        hints = list(dict.fromkeys(p.hint for p in self.problems[:_SHOWN] if p.hint))
+        hints = list(dict.fromkeys(self._hint(p.hint) for p in self.problems[:_SHOWN] if p.hint))
         out += [f"  note: {note}" for note in self.notes]
         return [*out, "What to do:", *(f"  {hint}" for hint in hints)] if hints else out
+
+    def _hint(self, hint: str) -> str:
+        """What to do, as it can be pasted here; the source has nothing to add where it was given."""
+        if hint != _HINT:
+            return hint
+        return f"{_AGAIN}." if self.source is not None else hint.replace(" OUT ", f" {shlex.quote(str(self.path))} ")
 
     def _compared(self) -> str:
         counts: dict[str, int] = {}
@@ -138,6 +146,8 @@ def check(
         result.notes.append("there is no record: what was asked for is guessed from the output itself")
     if source is not None and containers:
         _against_source(result, Path(source), containers, threads, progress, options)
+    elif result.record and not all(_hash(item, "sha256") for item in entries(result.record["target"].get("files"))):
+        result.notes.append("the record has no full hashes (--hash takes them): a changed weight may be unseen here")
     return result
 
 
@@ -240,8 +250,6 @@ def _against_record(
         extra += sorted(p.name for p in folder.iterdir() if p.name not in known and p not in files)
     if extra:
         result.notes.append(f"not of this conversion: {', '.join(extra[:8])}{' …' if len(extra) > 8 else ''}")
-    if not all(_hash(item, "sha256") for item in weights):
-        result.notes.append("the record has no full hashes (--hash takes them): a changed weight may be unseen here")
 
 
 def _named(folder: Path, item: Mapping[str, Any]) -> Path | None:

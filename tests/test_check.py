@@ -310,3 +310,18 @@ def test_records_of_other_files_are_passed_over(tmp_path, source):
     (tmp_path / "b.gguf.conversion.json").unlink()
     with pytest.raises(ConvertError, match=r"no record beside it \(the file says that ckpt-convert"):
         convert.check(tmp_path / "z.gguf")
+
+
+def test_what_it_advises_fits_what_was_asked(source, tmp_path):
+    """The command can be pasted, and nothing is called unseen where every byte was compared."""
+    out = tmp_path / "an out"
+    convert.convert_checkpoint(source, out, to="scratch")
+    assert not convert.check(out, source=source).notes
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(-1001, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1001, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    alone, beside = convert.check(out).lines(), convert.check(out, source=source).lines()
+    assert alone[-1].endswith(f"convert check '{out}' --source SRC")
+    assert beside[-1].strip() == "Convert again."
