@@ -8,6 +8,7 @@ the evidence together into a verdict; it changes nothing and prints nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -155,6 +156,7 @@ def diagnose(
         if against is not None:
             tell("against the good copy", 0, 0)
             good = _opened(stack, against, {})
+            _same_model(ckpt, good)
             compared = _against(ckpt, good, ids, device, not probe_only, threads, tell)
             sides["b"] = _side(good)
         if probe_only:
@@ -188,6 +190,35 @@ def _opened(stack: ExitStack, src: Any, options: dict[str, Any]) -> Checkpoint:
     from convert.checkpoint import open_checkpoint
 
     return stack.enter_context(open_checkpoint(src, **options))
+
+
+def _same_model(ckpt: Checkpoint, good: Checkpoint) -> None:
+    """Refuse a good copy of another model: its numbers would be taken for the right ones of this.
+
+    Layers and the sizes of what is in them decide; a vocabulary may be padded, and layouts turn matrices.
+    """
+    sizes = [
+        {key: _count(source.shape) for key, source in side.match.logical.items() if key[1] is not None}
+        for side in (ckpt, good)
+    ]
+    layers = [1 + max((layer for _, layer in side if layer is not None), default=-1) for side in sizes]
+    other = [key for key in sizes[0] if key in sizes[1] and sizes[0][key] != sizes[1][key]]
+    if ckpt.family != good.family:
+        message = f"it is of the family {good.family}, and {ckpt.path} of {ckpt.family}."
+    elif layers[0] != layers[1]:
+        message = f"it has {layers[1]} layers, and {ckpt.path} has {layers[0]}."
+    elif other:
+        message = f"{len(other)} of {len(sizes[0])} tensors of its layers have other sizes."
+    else:
+        return
+    raise UsageError(
+        Problem(
+            "other_model",
+            f"{good.path} is no copy of the same model: {message}",
+            file=str(good.path),
+            hint=f"Give a good copy of the same model, or none: convert diagnose {shlex.quote(str(ckpt.path))}",
+        )
+    )
 
 
 def _side(ckpt: Checkpoint) -> dict[str, Any]:

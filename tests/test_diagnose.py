@@ -7,6 +7,7 @@ are of what needs no trained model.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -115,6 +116,14 @@ def test_against_a_good_copy(random_model, tmp_path):
     assert found.findings is None and found.against is not None and found.against.explained
     same = diagnose(random_model, against=random_model, probe_only=True)
     assert same.verdict == "good" and not same.causes
+
+
+@pytest.mark.parametrize(("change", "said"), [({"layers": 2}, "has 2 layers"), ({"hidden": 128}, "other sizes")])
+def test_a_good_copy_of_another_model_is_refused(random_model, tmp_path, change, said):
+    """Otherwise its RoPE base would be named as what is wrong."""
+    other = make_hf(tmp_path / "other", dataclasses.replace(SHAPE, **change)).path
+    with pytest.raises(UsageError, match=said):
+        diagnose(random_model, against=other, probe_only=True)
 
 
 def smollm2() -> Path | None:
