@@ -7,6 +7,7 @@ stored beside it by rank 0, as ``full.pt``.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ def main(out: Path, kind: str) -> None:
     if dist.get_rank() == 0:
         torch.save({k: v.clone() for k, v in full.items()}, out / "full.pt")
     dcp.save({"app": App(model, optimizer)}, checkpoint_id=out / "dcp")
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # torch's own end, with a process group and its threads, has been seen to abort
 
 
 if __name__ == "__main__":
