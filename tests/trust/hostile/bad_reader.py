@@ -57,4 +57,5 @@ def read(path: Path) -> Any:
     raise FormatError(f"{path.name} is refused all the same.")
 
 
-torch_zip.read = read
+if "BAD_READER" in os.environ:  # in the child that the harness starts, and not in the tests that name the faults
+    torch_zip.read = read
