@@ -24,6 +24,7 @@ from convert.platform import available_memory, keep_freed_memory
 from convert.readback import read_back, read_beside
 from convert.record import seal
 from convert.stamps import changes, stamps
+from convert.storage_crcs import SMALL, compare_crcs
 from convert.writer import Cancelled, Progress, Writer, casts_within
 
 CHECKS = ("sampled", "full")
@@ -111,7 +112,8 @@ def run(
     Raises:
         UsageError: The output may not be written, or ``check`` has no such value.
         ConvertError: Disk or memory are too small, values do not fit the target type, a read or a write failed, the
-            source changed meanwhile, another plan's partial output would be resumed, or the check after writing failed.
+            source changed meanwhile or is not what its CRCs say (those of small sources are compared, with ``hashes``
+            or a full check all), another plan's partial output would be resumed, or the check after writing failed.
         Cancelled: ``cancel`` was set.
     """
     require_choice("check", check, CHECKS)
@@ -140,6 +142,7 @@ def run(
             claim.take_back(journal.moved)
             claim.clear(keep={*(f.name for f in plan.files), JOURNAL_NAME})
         writer = writer_type(plan, claim.folder, progress, cancel or threading.Event(), journal)
+        _refuse_wrong_crcs(plan, writer, threads, limit=None if hashes or check == "full" else SMALL)
         found = writer.write(threads, hashes=hashes)
         losses = writer.losses()  # the check reads, and so counts, again
         with reading(claim.folder):
@@ -181,6 +184,15 @@ def run(
         checked_blocks=checked,
         checked=check,
     )
+
+
+def _refuse_wrong_crcs(plan: ConversionPlan, writer: Writer, threads: int, *, limit: int | None) -> None:
+    """Before anything is written: are the source's bytes those that its archives tell of?"""
+    problems = compare_crcs(plan.source, limit=limit, threads=threads, cancel=writer.cancel)[1]
+    if writer.cancel.is_set():
+        raise writer.cancelled
+    if problems:
+        raise ConvertError(problems)
 
 
 def _may_go_on(error: BaseException) -> bool:

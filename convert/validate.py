@@ -118,6 +118,7 @@ def validate(
         model: Also: would it load into this module?
         scan: Also read every value, for NaN, infinities and tensors of zeros; look for what else is odd
             (:mod:`convert.oddities`); read all of Q and K for the order of their rows (else at most 32 MB).
+            Like the two below, it also compares the CRCs in torch files.
         hashes: Also hash the files, and compare with the hashes that lie about: names of blobs in a Hugging Face cache,
             Meta's ``checklist.chk``, the record of a conversion.
         checksums: A list of hashes to compare with instead, as ``sha256sum`` or ``md5sum`` write it.
@@ -131,6 +132,8 @@ def validate(
     """
     if isinstance(src, Checkpoint):
         out = _validate(src, model, options.get("names"), scan, threads, progress)
+        if scan or hashes or checksums is not None:
+            _crcs(src, out, threads, progress)
         if hashes or checksums is not None:
             _hash(out, src.files, checksums, src.record, threads, progress)
         return out
@@ -149,6 +152,8 @@ def validate(
     with checkpoint:
         checkpoint.only_samples = not scan
         out = _validate(checkpoint, model, names, scan, threads, progress)
+        if scan or hashes or checksums is not None:
+            _crcs(checkpoint, out, threads, progress)
         if hashes or checksums is not None:
             _hash(out, checkpoint.files, checksums, checkpoint.record, threads, progress)
         return out
@@ -229,6 +234,15 @@ def _row_order(checkpoint: Checkpoint, out: Validation, scan: bool, threads: int
     if problem is None and found.order not in (None, found.expected):
         out.notes.append(f"{found.words()}, where {found.expected} order is expected; not sure enough to be a problem")
     out.checked += f"; Q and K in {found.order} order, as their numbers too say" if found.agrees else ""
+
+
+def _crcs(checkpoint: Checkpoint, out: Validation, threads: int, progress: Callable[[int], None] | None) -> None:
+    """Whether the storages of torch files have the CRCs that their archives state."""
+    from convert.storage_crcs import compare_crcs
+
+    compared, problems = compare_crcs(checkpoint, threads=threads, progress=progress)
+    out.problems += problems
+    out.checked += f"; the CRC-32 of {compared} storages compared" if compared else ""
 
 
 def _hash(
