@@ -188,7 +188,8 @@ def _refuse_foreign(plan: ConversionPlan, out: Path) -> None:
     harmless = (".json", ".txt", ".model", ".jinja", ".md", ".distcp", *SUFFIXES)
     inside = list(out.iterdir())
     foreign = [p.name for p in inside if p.is_dir() or (p.name not in known and p.suffix not in harmless)]
-    if not any(p.name in known or p.suffix in (".distcp", *SUFFIXES) for p in inside):  # notes are harmless beside weights only
+    # Notes are harmless beside weights only.
+    if not any(p.name in known or p.suffix in (".distcp", *SUFFIXES) for p in inside):
         foreign = [p.name for p in inside]
     if foreign:
         raise UsageError(
