@@ -209,6 +209,8 @@ def _finished(work: _Work, pool: ThreadPoolExecutor) -> TensorDelta:
     relation, why = _relation(work)
     if why:
         notes.append(why)
+    if total.not_finite:
+        notes.append(f"NaN or infinite on one side, and not in these numbers: {total.not_finite:,}")
     return delta(
         relation,
         max_abs=total.largest,

@@ -251,6 +251,7 @@ def test_nan_and_infinity(tmp_path, blocks):
     found = deltas(good, bad)
     a = load_file(good / "model.safetensors")[GATE]
     assert (found[GATE].relation, found[GATE].not_finite, found[GATE].count) == ("different", 2, 3)
+    assert "not in these numbers: 2" in found[GATE].note
     assert found[GATE].max_abs == pytest.approx(abs(7 - float(a[4, 4]))) and found[GATE].where == (4, 4)
     assert found[K].not_finite == found[K].count == 16 * 64 and found[K].max_abs == 0
     assert {d.relation for d in deltas(bad, bad).values()} == {"equal"}
