@@ -58,5 +58,7 @@ run() {
 run ruff check .
 run ruff format --check .
 run mypy
-run pytest "$@"
+# Two at a time or more, each file in one process; torch's own threads would only be in each other's way.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+run pytest -n auto --maxprocesses 4 --dist loadfile "$@"
 exit "$code"
