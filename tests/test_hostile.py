@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="me
 
 CASES = list(catalogue.cases())
 #: Of the groups of like inputs, every so-many-th by default; all of them with --all.
-SHARE = 3
+SHARE = 6
 #: These take a second each, most of it to be made.
 LARGE = [c for c in CASES if any(w in c.name for w in ("MB", "GB", "million", "000"))]
 SMALL = [c for c in CASES if c not in LARGE]
@@ -45,9 +45,10 @@ def test_names_are_unique_and_there_are_hundreds():
     assert len(CASES) > 350
 
 
+@pytest.mark.timeout(400)  # a dozen seconds of processor; on a machine that others use, minutes
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, SHARE))])
 def test_small_inputs(part):
-    """Every usual command on a part of the inputs: by default one, of half a minute; the rest is slow."""
+    """Every usual command on a part of the inputs: by default one; the rest is slow."""
     cases = [c for i, c in enumerate(SMALL) if i % SHARE == part]
     counts, bad = tally(cases)
     assert not bad, "\n".join(bad)
