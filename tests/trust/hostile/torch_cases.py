@@ -312,8 +312,10 @@ def cases() -> Iterator[Case]:
     yield Case(
         "zip: wrong CRC of a storage",
         _built(lambda: _listed(_set(7, 12345), 3)),
+        ("inspect", "validate", "scan", "to-scratch", "to-gguf"),
         # Read by conversions, and where all bytes are (`validate --scan`, `--hash`).
         passes=frozenset(("inspect", "validate", "diff", "diagnose")),
+        more=("diff", "check", "diagnose"),
     )
     yield Case("torch: a bare pickle", _built(lambda: b"\x80\x02cos\nsystem\nX\4\0\0\0true\x85R."))
     yield Case("torch: before 1.6", _built(lambda: b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03."))
