@@ -106,8 +106,9 @@ def test_hashes_of_sources_and_outputs(source, tmp_path):
 
 def test_equal_conversions_leave_equal_records(source, tmp_path):
     """Wherever they ran, whenever, and however many threads did it."""
-    moved = tmp_path / "somewhere" / source.name  # which is what a GGUF file is called inside
-    moved.parent.mkdir()
+    # A GGUF file is called after the folder inside, or after the one around it.
+    moved = tmp_path / "somewhere" / source.parent.name / source.name
+    moved.parent.mkdir(parents=True)
     shutil.copytree(source, moved)
     for to, name in (("meta", "a"), ("gguf", "m.gguf")):
         one, two = tmp_path / "one" / name, tmp_path / "two" / name
