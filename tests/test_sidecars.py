@@ -297,9 +297,15 @@ def test_numbers_that_metas_flag_does_not_stand_for_are_said(tmp_path, changed, 
     assert back["low_freq_factor"] == scaling["low_freq_factor"]
 
 
-def test_half_a_surrogate_pair_in_a_config_is_carried(tmp_path):
+def test_half_a_surrogate_pair_in_a_config_is_refused(tmp_path):
+    """An escape of JSON can hold it; no file can be named so and no terminal can show it."""
     made = make_hf(tmp_path / "hf", "gqa8")
     place = made.path / "config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"remark": "\ud800", "author": "é"}))
+    good = json.loads(place.read_text())
+    place.write_text(json.dumps(good | {"remark": "\ud800", "author": "é"}))
+    with pytest.raises(convert.ConvertError, match="config.json is not valid JSON"):
+        convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+    place.write_text(json.dumps(good | {"remark": "\U0001f999", "author": "é"}))  # a whole pair
     convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
-    assert json.loads((tmp_path / "out" / "config.json").read_bytes())["remark"] == "\ud800"
+    assert json.loads((tmp_path / "out" / "config.json").read_bytes())["remark"] == "\U0001f999"
