@@ -303,7 +303,7 @@ def test_half_a_surrogate_pair_in_a_config_is_refused(tmp_path):
     place = made.path / "config.json"
     good = json.loads(place.read_text())
     place.write_text(json.dumps(good | {"remark": "\ud800", "author": "é"}))
-    with pytest.raises(convert.ConvertError, match="config.json is not valid JSON"):
+    with pytest.raises(convert.ConvertError, match=r"config\.json is not valid JSON"):
         convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
     assert not (tmp_path / "out").exists()
     place.write_text(json.dumps(good | {"remark": "\U0001f999", "author": "é"}))  # a whole pair
