@@ -108,7 +108,7 @@ def main() -> None:
             return atheris.Mutate(data, limit)
         return target.change(data, rng)[:limit]
 
-    flags = [f"-runs={args.runs}", "-max_len=16384", "-timeout=0", "-rss_limit_mb=4000", f"-seed={args.seed}"]
+    flags = [f"-runs={args.runs}", "-max_len=16384", "-timeout=600", "-rss_limit_mb=4000", f"-seed={args.seed}"]
     flags += [f"-artifact_prefix={out}/", "-print_final_stats=1"]
     atheris.Setup([sys.argv[0], *flags, str(corpus)], one, custom_mutator=change)
     atheris.Fuzz()
