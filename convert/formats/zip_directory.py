@@ -156,8 +156,10 @@ class ZipDirectory:
                 name = str(data[at : at + names], "utf-8" if flags & 0x800 else "cp437")
             except UnicodeDecodeError:
                 raise self._truncated("a record's name is no UTF-8") from None
+            extra = data[at + names : at + names + extras]
+            if not _whole_fields(extra):
+                raise self._truncated(f"the extra fields of record {name[:200]!r} are damaged")
             if _FULL32 in (packed, size, header):
-                extra = data[at + names : at + names + extras]
                 size, packed, header = self._zip64(extra, size, packed, header)
             at += names + extras + comment
             if ".." in name or name[:1] == "/":
@@ -250,3 +252,11 @@ def _same_name(raw: bytes, name: str) -> bool:
         return raw == name.encode("cp437")
     except UnicodeEncodeError:
         return False
+
+
+def _whole_fields(extra: bytes) -> bool:
+    """Whether a record's extra fields (kind, length, bytes) all end within them, as other readers demand."""
+    at = 0
+    while at + 4 <= len(extra):
+        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
+    return at <= len(extra)

@@ -185,3 +185,24 @@ def test_random_damage_to_the_directory(tmp_path: Path) -> None:
         for spec in tree.values():
             assert 0 < spec.offset <= len(data) - spec.nbytes
     assert 100 < refusals < 400
+
+
+@pytest.mark.parametrize(
+    ("extra", "sound"), [(b"ar\x04\x00abcd", True), (b"ar\x04\x00abcdxyz", True), (b"ar\xff\x7fab", False)]
+)
+def test_extra_fields(tmp_path: Path, extra: bytes, sound: bool) -> None:
+    """Found by fuzzing: fields that reach beyond their record, which zipfile and torch refuse."""
+    torch.save({"w": torch.arange(6.0)}, tmp_path / "plain.pth")
+    path = tmp_path / "extra.pth"
+    with zipfile.ZipFile(tmp_path / "plain.pth") as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            info = zipfile.ZipInfo(name)
+            info.extra = extra
+            new.writestr(info, old.read(name))
+    if sound:
+        assert list(torch_zip.read(path).metadata["tree"]) == ["w"]
+        return
+    with pytest.raises(zipfile.BadZipFile):
+        zipfile.ZipFile(path)
+    with pytest.raises(FormatError, match="extra fields"):
+        torch_zip.read(path)
