@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ def state(source) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def group():
-    """A process group of one, which FSDP and DDP want."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29633", RANK="0", WORLD_SIZE="1")
-    torch.distributed.init_process_group("gloo")
+def group(tmp_path_factory):
+    """A process group of one, which FSDP and DDP want; it meets in a file, so that no port can be taken."""
+    place = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
