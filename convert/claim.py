@@ -23,7 +23,7 @@ _OLD = "replaced"
 
 
 class Claim:
-    """The right to write one output.
+    """The right to write one output: none until :meth:`take`, so that a signal finds a claim to abandon.
 
     The locks are the system's own, so that they end with their process however that ends. The folder itself is locked,
     too: that lock survives the rename, so nobody can take the folder over while it gets its name.
@@ -34,38 +34,42 @@ class Claim:
 
     Attributes:
         folder: The partial folder.
+        held: Whether it was taken, and is this run's to clear.
         done: Whether the output has its name.
-
-    Raises:
-        ConvertError: Another run is writing the same output, or the system makes no folder there.
-        UsageError: Something that is no conversion's lies where the partial folder belongs.
     """
 
     def __init__(self, out: Path, *, single: bool) -> None:
         self.out = landing(out, single=single)
         self.single = single
         self.folder = partial_folder(out, single=single)
-        self.done = False
+        self.held = self.done = False
         self._made = [p for p in self.out.parents if not p.exists()]
+        self._lock = self.folder / LOCK_NAME
+        self._fds: list[int] = []
+
+    def take(self) -> None:
+        """Make the partial folder and lock it.
+
+        Raises:
+            ConvertError: Another run is writing the same output, or the system makes no folder there.
+            UsageError: Something that is no conversion's lies where the partial folder belongs.
+        """
         if not _ours(self.folder):
             raise UsageError(
                 f"{self.folder} is in the way, and no conversion left it there.",
                 hint="Rename it or remove it yourself.",
             )
-        self._lock = self.folder / LOCK_NAME
-        self._fds: list[int] = []
         try:
-            held = self._acquire()
+            self.held = self._acquire()
         except OSError as error:
             self._close()
-            self._remove_empty(self.folder, *self._made)
             raise ConvertError(io_problem(error, self.folder, writing=True)) from error
-        if not held:
+        if not self.held:
             self._close()
             raise ConvertError(
                 Problem(
                     "busy",
-                    f"another conversion is writing {out}.",
+                    f"another conversion is writing {self.out}.",
                     file=str(self.folder),
                     hint="Wait for it, or choose another output.",
                 )
@@ -104,17 +108,19 @@ class Claim:
         self._fds = []
 
     def abandon(self) -> None:
-        """Leave nothing behind, neither the partial folder nor folders that were made to hold it."""
-        if not self.done:
+        """Leave nothing behind, neither the partial folder nor folders that were made to hold it.
+
+        A claim that was not (or, when a signal came, not quite) taken leaves what may be another run's.
+        """
+        if self.held and not self.done:
             _clear(self.folder)
         self._close()
+        if not self.held:
+            sweep(self.out, single=self.single)
         if not self.done:
-            self._remove_empty(*self._made)
-
-    def _remove_empty(self, *folders: Path) -> None:
-        for folder in folders:
-            with contextlib.suppress(OSError):  # something else may be in it by now
-                folder.rmdir()
+            for folder in self._made:
+                with contextlib.suppress(OSError):  # something else may be in it by now
+                    folder.rmdir()
 
     def leave(self) -> None:
         """Give it up, and leave what is there for a later run."""
@@ -228,8 +234,10 @@ def sweep(out: Path, *, single: bool) -> None:
     except (OSError, RuntimeError):  # a link that goes in circles
         return
     if spent:
+        claim = Claim(out, single=single)
         with contextlib.suppress(ConvertError):  # somebody is about to write there
-            Claim(out, single=single).abandon()
+            claim.take()
+            claim.abandon()
 
 
 def is_moved(path: Path, identity: list[int]) -> bool:

@@ -133,6 +133,7 @@ def run(
     claim = Claim(out, single=plan.single_file)
     journal = writer = None
     try:
+        claim.take()
         with reading(plan.source.path):
             identity = fingerprint(plan)
         if not resume:
@@ -160,7 +161,7 @@ def run(
                 journal.close(keep=False)
             claim.commit(journal.commit)
     except BaseException as error:
-        keep = resume and not claim.done and _may_go_on(error)
+        keep = resume and claim.held and not claim.done and _may_go_on(error)
         if journal is not None:
             journal.close(keep=keep)
         if writer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def names(folder: Path) -> set[str]:
 
 def prepared(out: Path) -> Claim:
     made = Claim(out, single=False)
+    made.take()
     (made.folder / JOURNAL_NAME).write_bytes(b"x\n")
     (made.folder / "config.json").write_bytes(b"new")
     (made.folder / "conversion.json").write_bytes(b"{}")
@@ -118,7 +120,7 @@ def test_the_folder_is_locked_too_until_it_has_its_name(tmp_path, monkeypatch):
 
     def replace(a, b):
         try:
-            Claim(tmp_path / "out", single=False)
+            Claim(tmp_path / "out", single=False).take()
         except ConvertError as error:
             refused.append(error.problems[0].kind)
         real(a, b)
@@ -134,7 +136,7 @@ def test_a_place_where_no_folder_can_be_made(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "mkdir", full)
     with pytest.raises(ConvertError, match="No space left") as caught:
-        Claim(tmp_path / "a" / "b" / "out", single=False)
+        Claim(tmp_path / "a" / "b" / "out", single=False).take()
     assert caught.value.problems[0].kind == "disk_full"
     monkeypatch.undo()
     assert not names(tmp_path)
@@ -158,3 +160,41 @@ def test_names_that_differ_only_in_capitals(plan):
     plan.sidecars["Model.Safetensors"] = b""
     with pytest.raises(UsageError, match="capitals"):
         refuse_names(plan, Path("out"), windows=False)
+
+
+@pytest.mark.parametrize("moment", range(4))
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_signal_while_the_folder_is_taken_leaves_nothing(plan, tmp_path, monkeypatch, moment, resume):
+    """Between the first folder and the claim that could have been given up, Control-C once left an empty folder."""
+    real, moments = Claim._hold, itertools.count()
+
+    def signal():
+        if next(moments) == moment:
+            raise KeyboardInterrupt
+
+    def hold(self, fd, path):  # of the folder, then of the lock in it
+        try:
+            signal()
+        except KeyboardInterrupt:
+            os.close(fd)
+            raise
+        found = real(self, fd, path)
+        signal()
+        return found
+
+    monkeypatch.setattr(Claim, "_hold", hold)
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, tmp_path / "deep" / "out", resume=resume)
+    assert names(tmp_path) == {"source"}
+
+
+def test_a_claim_that_is_refused_leaves_the_other_runs_folder(tmp_path):
+    """The control of the test above: what somebody else holds is not swept away, be it as empty as it may."""
+    first, second = Claim(tmp_path / "out", single=False), Claim(tmp_path / "out", single=False)
+    first.take()
+    with pytest.raises(ConvertError, match="another conversion"):
+        second.take()
+    second.abandon()
+    assert names(tmp_path) == {"out.partial"}
+    first.abandon()
+    assert not names(tmp_path)

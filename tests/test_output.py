@@ -222,6 +222,7 @@ import sys, time
 from pathlib import Path
 from convert.claim import Claim
 claim = Claim(Path(sys.argv[1]), single=False)
+claim.take()
 (claim.folder / "model.safetensors").write_bytes(b"half")
 print("claimed", flush=True)
 time.sleep(60)
@@ -275,14 +276,16 @@ def test_claims_of_many_threads(tmp_path):
     got, refused = [], []
     barrier = threading.Barrier(8)
 
-    def claim() -> None:
+    def one() -> None:
         barrier.wait()
         try:
-            got.append(Claim(tmp_path / "out", single=False))
+            claim = Claim(tmp_path / "out", single=False)
+            claim.take()
+            got.append(claim)
         except ConvertError:
             refused.append(1)
 
-    threads = [threading.Thread(target=claim) for _ in range(8)]
+    threads = [threading.Thread(target=one) for _ in range(8)]
     for t in threads:
         t.start()
     for t in threads:
