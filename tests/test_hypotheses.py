@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import numpy as np
 import pytest
 
@@ -37,7 +39,7 @@ class Bench:
     @staticmethod
     def _key(view):
         values = [(name, source.read(0, source.shape[0]).tobytes()) for name, source in view.changed_tensors()]
-        return hash((str(sorted(values)), str(view.config["rope_parameters"]), tuple(view.removed)))
+        return crc32(repr((sorted(values), view.config["rope_parameters"], tuple(view.removed))).encode())
 
     def losses(self, text: Passage, view=None):
         count = text.tokens
@@ -46,7 +48,7 @@ class Bench:
         if view is None:
             return tokens + self.base
         key = self._key(view)
-        jitter = np.random.default_rng(abs(key) % 2**32).normal(size=count) * self.noise
+        jitter = np.random.default_rng(key).normal(size=count) * self.noise
         found = self.known.get(key, self.base + self.worse)
         return tokens + (found(count) if callable(found) else found) + jitter
 
@@ -101,7 +103,7 @@ def test_numbers_are_decided_on_the_long_text(ckpt, ids):
 def test_numbers_that_the_text_does_not_tell_apart_are_said(ckpt, ids):
     found, _ = search(ckpt, ids, 1.5, {"set-theta=100000": 1.5, "set-theta=1000000": 1.501}, noise=0.2)
     assert found.cause is None
-    assert {"set-theta=100000"} <= {t.fixes[0] for t in found.open} <= {"set-theta=100000", "set-theta=1000000"}
+    assert {t.fixes[0] for t in found.open} == {"set-theta=100000", "set-theta=1000000"}
 
 
 def test_two_equally_good_ones_are_rivals(ckpt, ids):
