@@ -8,7 +8,7 @@ order. This module compares nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,47 +25,6 @@ from convert.source import Source
 SLAB_ROWS, SLAB_LOGITS = 4096, 1 << 20
 #: Bytes of raw values that are held while a parameter is filled.
 BLOCK_BYTES = 8 << 20
-
-
-def hidden_states(
-    ckpt: Opened,
-    ids: Sequence[int] | Tensor,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    logits: bool = True,
-) -> Iterator[tuple[str, Tensor]]:
-    """Run a checkpoint layer by layer, and yield what each step makes of the hidden states.
-
-    Args:
-        ckpt: The opened checkpoint, or a view of one.
-        ids: Token ids, ``[T]`` or ``[1, T]``.
-        device: Where it runs.
-        dtype: Arithmetic.
-        logits: Whether the head runs too.
-
-    Yields:
-        ``("embed", [T, D])``, then ``("layer 0", [T, D])`` and so on, then ``("logits", [T, S])`` for every slab of the
-        vocabulary, in order; all on ``device``.
-
-    Raises:
-        ConvertError: The tensors do not fill the model exactly.
-    """
-    model = LayeredModel(ckpt, device=device, dtype=dtype)
-    tokens = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1).to(device)
-    with model.front(), torch.inference_mode():
-        x = model.embed(tokens)
-        context = model.context(tokens.shape[1])
-    yield "embed", x[0]
-    for layer in range(model.n_layers):
-        with model.layer(layer) as block, torch.inference_mode():
-            x = block(x, context)
-        yield f"layer {layer}", x[0]
-    if logits:
-        for head in model.slabs(x.shape[1]):
-            with torch.inference_mode():
-                slab = head(x)[0]
-            yield "logits", slab
 
 
 class LayeredModel:

@@ -80,11 +80,6 @@ class Sample:
         """Root of the mean square."""
         return math.hypot(self.mean, self.std)
 
-    @property
-    def is_square(self) -> bool:
-        """Whether it is a matrix that a transposition would still fit."""
-        return len(self.shape) == 2 and self.shape[0] == self.shape[1]
-
 
 def samples(ckpt: Checkpoint, *, threads: int = 2) -> list[Sample]:
     """A sample of every tensor that has a place in the table, in its order; what cannot be read is left out."""

@@ -16,7 +16,7 @@ from convert import ggml, layerwise
 from convert.checkpoint import open_checkpoint
 from convert.cli import cli, run
 from convert.errors import ConvertError, UsageError
-from convert.layerwise import Buffers, LayeredModel, gather, hidden_states
+from convert.layerwise import Buffers, LayeredModel, gather
 from convert.prompt import read_prompts, shortened
 from convert.reference.loading import load_reference
 from convert.rounding import Change, perturb
@@ -36,6 +36,22 @@ verify_module = import_module("convert.verify")  # as an attribute of the packag
 _TESTS = {"llama": "llama_relatives"}
 LAYERS = 5
 DEEP = replace(get_shape("gqa8"), layers=LAYERS)
+
+
+@torch.inference_mode()
+def hidden_states(ckpt, ids, *, dtype=torch.float32, logits=True) -> list[tuple[str, torch.Tensor]]:
+    """The hidden states after each step: ``embed``, ``layer 0`` …, then ``logits`` in slabs of the vocabulary."""
+    model = LayeredModel(ckpt, device="cpu", dtype=dtype)
+    tokens = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1)
+    with model.front():
+        x = model.embed(tokens)
+        context = model.context(tokens.shape[1])
+    steps = [("embed", x[0])]
+    for layer in range(model.n_layers):
+        with model.layer(layer) as block:
+            x = block(x, context)
+        steps.append((f"layer {layer}", x[0]))
+    return steps + [("logits", head(x)[0]) for head in (model.slabs(x.shape[1]) if logits else ())]
 
 
 def whole_states(ckpt: Any, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -97,7 +113,7 @@ def test_every_family_computes_the_same_layer_by_layer(family, dtype):
         with open_checkpoint(path) as opened:
             ids = prompt(opened.config["vocab_size"])
             wanted = logits(load_reference(opened, dtype=dtype), ids)
-            steps = list(hidden_states(opened, ids, dtype=dtype))
+            steps = hidden_states(opened, ids, dtype=dtype)
             states = whole_states(opened, ids, dtype)
         got = torch.cat([x for name, x in steps if name == "logits"], 1)
         names = ["embed", *(f"layer {i}" for i in range(len(states) - 1)), "logits"]
@@ -273,7 +289,7 @@ def test_rows_of_the_embedding_are_gathered_and_the_head_comes_in_slabs(monkeypa
     monkeypatch.setattr(ckpt, "reference_tensors", sources)
     monkeypatch.setattr(layerwise, "SLAB_ROWS", 50)
     ids = torch.tensor([[5, 9, 5, 77]])
-    steps = list(hidden_states(ckpt, ids))
+    steps = hidden_states(ckpt, ids)
     assert sorted(kept["tok_emb.weight"].reads) == [(5, 6), (9, 10), (77, 78)]
     assert kept["out_head.weight"].reads == [(0, 50), (50, 100), (100, 128)]
     assert [tuple(x.shape) for name, x in steps if name == "logits"] == [(4, 50), (4, 50), (4, 28)]

@@ -32,7 +32,7 @@ def test_moments_and_spreads_are_torchs(tmp_path, dtype):
         by_chance = ((kurtosis - 1) / (4 * wide.shape[1])) ** 0.5
         rows = wide.norm(dim=1).log()
         assert s.row_spread == pytest.approx(float(rows.std(correction=0)) / by_chance, rel=1e-3)
-        assert s.is_square == (wide.shape[0] == wide.shape[1]) == (s.profiles is not None)
+        assert (wide.shape[0] == wide.shape[1]) == (s.profiles is not None)
         if s.profiles is not None:
             assert np.allclose(s.profiles[0], rows.numpy(), atol=1e-5)
             assert np.allclose(s.profiles[1], wide.norm(dim=0).log().numpy(), atol=1e-5)

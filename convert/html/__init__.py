@@ -21,9 +21,6 @@ from typing import Any, Protocol
 
 from convert.errors import Problem, UsageError
 
-#: Bytes that a page may have. Nothing comes near it, but a page of hostile data must not fill a disk either.
-MOST_BYTES = 2_000_000
-
 
 class Result(Protocol):
     """What a report is made of."""

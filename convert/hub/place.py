@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from convert import hub_cache
+from convert.choices import require_choice
 from convert.errors import ConvertError, Problem, UsageError
 from convert.hub.names import Name, parse, shadowed
 from convert.source import FilePool
@@ -88,6 +89,7 @@ def place(
     Raises:
         ConvertError: The repository cannot be had; one error with the next step.
     """
+    require_choice("way", way, WAYS)
     if isinstance(src, Place):
         return src
     name = parse(src)

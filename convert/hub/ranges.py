@@ -33,15 +33,13 @@ class Ranges:
 
     Attributes:
         requests: How many were sent (redirects count once).
-        received: Bytes of bodies, about.
-        waits: How often a wait was asked for, or a connection was cut.
     """
 
     def __init__(self, repository: Repository) -> None:
         from huggingface_hub.utils import build_hf_headers
 
         self.repository = repository
-        self.requests = self.received = self.waits = 0
+        self.requests = 0
         self._headers = build_hf_headers(library_name="ckpt-convert")
         self._places: dict[str, str] = {}
         self._tags: dict[str, str] = {}
@@ -88,8 +86,6 @@ class Ranges:
                 done, error = cut.done, cut.error
             if done == len(buffer):
                 return
-            with self._lock:
-                self.waits += 1
             failures = 1 if done > before else failures + 1  # progress is worth new patience
             if failures >= TRIES or (wait or 0) > LONGEST_WAIT:
                 if error is None:
@@ -128,7 +124,6 @@ class Ranges:
                     if str(response.url) != url and not known:
                         self._places[file.path] = str(response.url)
                 for chunk in response.iter_raw():  # as they come: what came before a cut is kept
-                    self.received += len(chunk)
                     if skip:
                         cut = min(skip, len(chunk))
                         chunk, skip = chunk[cut:], skip - cut

@@ -57,7 +57,6 @@ class _Chunk:
     state: int = _NEW
     data: bytearray | None = None
     error: BaseException | None = None
-    hashed: bool = True
 
 
 @dataclass(slots=True)
@@ -132,7 +131,7 @@ class Stream:
         out = {}
         for path, passing in self._passing.items():
             with passing.lock:
-                self._advance(passing, final=True)
+                self._advance(passing)
                 if passing.at == passing.wanted.file.size and not passing.given_up:
                     out[path] = passing.sha.hexdigest()
         return out
@@ -223,7 +222,7 @@ class Stream:
                 passing.given_up = True
                 passing.waiting.clear()
 
-    def _advance(self, passing: _Passing, *, final: bool = False) -> None:
+    def _advance(self, passing: _Passing) -> None:
         """Hash as far as the file is here: chunks that came, and what lay here before."""
         starts = self._places[passing.wanted.path][0]
         while not passing.given_up and passing.at < passing.wanted.file.size:

@@ -76,13 +76,8 @@ def _number(env: Mapping[str, str], name: str, usual: str = "") -> int:
     return int(text)
 
 
-def current() -> Crew | None:
-    """The processes that this command runs in together; None for an ordinary run."""
-    return _current
-
-
 def enlist(crew: Crew | None) -> None:
-    """Let :func:`current` return this."""
+    """Name the processes that this command runs in together; None for an ordinary run."""
     global _current
     _current = crew
 
