@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from convert.commands.options import output_options, source_options
-from convert.commands.validate import progress_bar
+from convert.commands.validate import progress_bar, tell
 
 
 @click.command("check")
@@ -27,9 +26,4 @@ def command(out: str, source: str | None, threads: int, as_json: bool, quiet: bo
     with progress_bar(shown=not (as_json or quiet)) as progress:
         chosen = {k: v for k, v in options.items() if v is not None}
         found = check(out, source=source, threads=threads, progress=progress, **chosen)
-    if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
-    elif not (quiet and found.ok):
-        for line in found.lines():
-            click.echo(line)
-    return found.exit_code
+    return tell(found, as_json=as_json, quiet=quiet)

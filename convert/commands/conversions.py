@@ -157,7 +157,7 @@ def convert(
             where = f"{push_to} (private)" if private else push_to
             click.echo(f"It would be uploaded to {where}, with a model card.")
         return code
-    with _progress(plan, quiet=quiet or as_json) as progress:
+    with progress_bar(plan, quiet=quiet or as_json) as progress:
         summary = carry_out(
             plan,
             path,
@@ -194,7 +194,7 @@ def convert(
 
 
 @contextmanager
-def _progress(plan: ConversionPlan, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(plan: ConversionPlan, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A bar with bytes, rate and time left on a terminal; silence otherwise."""
     import sys
 

@@ -59,7 +59,7 @@ def _repair(
     dry_run: bool,
     **how: Any,
 ) -> int:
-    from convert.commands.conversions import _progress as progress_bar
+    from convert.commands.conversions import progress_bar
     from convert.repair import carry_out, plan_repair
 
     plan = plan_repair(src, fixes, **said)

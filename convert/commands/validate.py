@@ -6,11 +6,15 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from convert.commands.options import output_options, source_options
+
+if TYPE_CHECKING:
+    from convert.check import Check
+    from convert.validate import Validation
 
 
 @click.command("validate")
@@ -45,6 +49,11 @@ def command(
         found = validate(
             src, scan=scan, hashes=hashes, checksums=checksums, threads=threads, progress=progress, **chosen
         )
+    return tell(found, as_json=as_json, quiet=quiet)
+
+
+def tell(found: Validation | Check, *, as_json: bool, quiet: bool) -> int:
+    """Print findings, good ones too unless asked not to; returns the exit code."""
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     elif not (quiet and found.ok):
