@@ -128,7 +128,7 @@ def layer_types_from_max_window_layers(config: Config) -> Config:
         config = _checked(config)
     elif config.get("sliding_window") and isinstance(layers, int) and isinstance(first, int) and layers <= MAX_LAYERS:
         config = {**config, "layer_types": [SLIDING if i >= first else FULL for i in range(layers)]}
-    if SLIDING in config.get("layer_types", (SLIDING,)):
+    if SLIDING in (config.get("layer_types") or (SLIDING,)):  # null is as good as absent
         return config
     return {k: v for k, v in config.items() if k != "sliding_window"}
 

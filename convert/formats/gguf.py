@@ -115,7 +115,7 @@ def _check_info(header: Header, info: TensorInfo) -> Problem | None:
         return Problem(
             "type", f"{info.name!r} has {what}, which is not readable here.", found=info.type_id, hint=hint, **where
         )
-    if math.prod(info.dims) > _MOST_ELEMENTS:
+    if math.prod(max(d, 1) for d in info.dims) > _MOST_ELEMENTS:  # a dimension of 0 hides none of the others
         return Problem(
             "shape", f"{info.name!r} has dimensions {list(info.dims)}, whose product overflows 63 bits.", **where
         )

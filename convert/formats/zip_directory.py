@@ -117,7 +117,9 @@ class ZipDirectory:
         end = self._size - window + at
         locator = self._at(end - _LOCATOR.size, _LOCATOR.size) if end >= _LOCATOR.size else b""
         if len(locator) == _LOCATOR.size and _LOCATOR.unpack(locator)[0] == _LOCATOR_MAGIC:
-            where = _LOCATOR.unpack(locator)[2]
+            _, disk, where, disks = _LOCATOR.unpack(locator)
+            if disk or disks > 1:
+                raise self._in_parts()
             if where + _END64.size + _LOCATOR.size != end:
                 raise self._truncated("its zip64 end record lies outside the file, or not where it ends")
             fields = _END64.unpack(self._at(where, _END64.size))
@@ -126,7 +128,7 @@ class ZipDirectory:
             disk, first_disk, here, count, length, start = fields[4:]
             end = where
         if disk or first_disk or here != count:
-            raise self.error("zip", "is one part of a zip archive on several disks.", "Join the parts first.")
+            raise self._in_parts()
         if start + length > end:
             raise self._truncated("its directory lies outside the file")
         if start + length < end:  # Python's zipfile would then look for it in another place
@@ -136,6 +138,9 @@ class ZipDirectory:
         if count * _CENTRAL.size > length:
             raise self._truncated(f"its directory of {length:,} bytes cannot list {count:,} records")
         return count, length, start
+
+    def _in_parts(self) -> FormatError:
+        return self.error("zip", "is one part of a zip archive on several disks.", "Join the parts first.")
 
     def _read_entries(self, count: int, length: int) -> dict[str, ZipEntry]:
         data = self._at(self.start, length)
@@ -173,6 +178,8 @@ class ZipDirectory:
             entries[name] = entry = ZipEntry(name, header, packed, crc, method, bool(flags & _ENCRYPTED))
             if entry.encrypted:
                 raise self._not_plain(entry)
+        if at != length:  # other readers go on to its end
+            raise self._truncated("its directory lists more records than it says")
         return entries
 
     def _check_name(self, name: str) -> None:

@@ -162,6 +162,7 @@ def test_every_spelling_of_a_config_means_the_same(made, tmp_path):
         ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 28}, None, [FULL] * 3),
         ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, 32, [FULL, FULL, SLIDING]),
         ({"use_sliding_window": True, "sliding_window": 32, "layer_types": [FULL] * 3}, None, [FULL] * 3),
+        ({"use_sliding_window": False, "sliding_window": 32, "layer_types": None}, None, None),
     ],
 )
 def test_a_window_counts_only_where_it_is_used(stated, window, kinds):

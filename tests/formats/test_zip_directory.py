@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 import time
@@ -205,4 +206,33 @@ def test_extra_fields(tmp_path: Path, extra: bytes, sound: bool) -> None:
     with pytest.raises(zipfile.BadZipFile):
         zipfile.ZipFile(path)
     with pytest.raises(FormatError, match="extra fields"):
+        torch_zip.read(path)
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "value", "words"),
+    [
+        (b"PK\x06\x07", 4, 8, "several disks"),  # the locator's own disk
+        (b"PK\x06\x07", 16, 15617, "several disks"),  # how many there are
+        (b"PK\x06\x06", 24, -1, "more records than it says"),  # records here, and in all
+    ],
+)
+def test_zip64_records_that_other_readers_refuse(
+    tmp_path: Path, record: bytes, field: int, value: int, words: str
+) -> None:
+    """Found by fuzzing: zipfile and torch refuse these."""
+    path = tmp_path / "w.pth"
+    torch.save({"w": torch.arange(6.0), "v": torch.arange(4.0)}, path)
+    assert sorted(torch_zip.read(path).metadata["tree"]) == ["v", "w"]  # the control
+    data = bytearray(path.read_bytes())
+    at = data.rindex(record) + field
+    if value > 0:
+        struct.pack_into("<I", data, at, value)
+    else:
+        count = struct.unpack_from("<Q", data, at)[0] - 1
+        struct.pack_into("<2Q", data, at, count, count)
+    path.write_bytes(data)
+    with pytest.raises(zipfile.BadZipFile) if value > 0 else contextlib.nullcontext():
+        zipfile.ZipFile(path)
+    with pytest.raises(FormatError, match=words):
         torch_zip.read(path)
