@@ -34,7 +34,7 @@ _OTHER_TYPES = {
 
 #: ggml keeps names in 64 bytes with the closing zero.
 MAX_NAME = 63
-_MOST_ELEMENTS = 2**63 - 1
+_MOST = 2**63 - 1  # of elements and of bytes: readers count both in 64 bits with a sign
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
@@ -115,11 +115,13 @@ def _check_info(header: Header, info: TensorInfo) -> Problem | None:
         return Problem(
             "type", f"{info.name!r} has {what}, which is not readable here.", found=info.type_id, hint=hint, **where
         )
-    if math.prod(max(d, 1) for d in info.dims) > _MOST_ELEMENTS:  # a dimension of 0 hides none of the others
+    kind = DTYPES[name]
+    count = math.prod(max(d, 1) for d in info.dims)  # a dimension of 0 hides none of the others
+    if count > _MOST or count // kind.block * kind.block_bytes > _MOST:
         return Problem(
             "shape", f"{info.name!r} has dimensions {list(info.dims)}, whose product overflows 63 bits.", **where
         )
-    block = DTYPES[name].block
+    block = kind.block
     if block > 1 and (not info.dims or info.dims[0] % block):
         row = info.dims[0] if info.dims else 1
         return Problem(
