@@ -1,16 +1,29 @@
 """A chat turned into a prompt by the model's own template (Jinja), as transformers does it.
 
-Templates are code from a download; they run in Jinja's sandbox. This module knows no tokens.
+Templates are code from a download: they run in Jinja's sandbox, in a process of their own that has little time and
+memory (:mod:`convert.engines.chat_child`). This module knows no tokens.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from convert.errors import ConvertError, Problem
+
+#: The longest template that is run; those of real models have up to 20 KB.
+LONGEST = 1 << 20
+#: Seconds to wait for the process; its own limit is one second of processor, which a busy machine stretches.
+PATIENCE = 60.0
+#: How the process ends at its limit of processor time.
+_STOPPED = tuple(-int(getattr(signal, name)) for name in ("SIGPROF", "SIGKILL") if hasattr(signal, name))
+_CHILD = Path(__file__).parent / "engines" / "chat_child.py"
 
 
 def render(
@@ -25,13 +38,10 @@ def render(
         generation: Whether the start of the assistant's answer is added.
 
     Raises:
-        ConvertError: Jinja is not installed, or the template refuses these messages or is broken.
+        ConvertError: Jinja is not installed, or the template refuses these messages, is broken, or takes more than a
+            second of processor, 400 MiB, or four million characters.
     """
-    try:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
+    if not _installed():
         raise ConvertError(
             Problem(
                 "jinja2",
@@ -39,30 +49,53 @@ def render(
                 wanted="jinja2",
                 hint="pip install jinja2; or leave --chat out and write the prompt as the model expects it.",
             )
-        ) from None
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    # The settings are those under which templates are written: transformers' own.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    try:
-        made = environment.from_string(template).render(
-            messages=[dict(m) for m in messages], add_generation_prompt=generation, **special
         )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ConvertError(
-            Problem(
-                "chat_template",
-                f"The chat template fails: {error}.",
-                hint="Leave --chat out and write the prompt as the model expects it.",
-            )
-        ) from None
-    return str(made)
+    if len(template) > LONGEST:
+        raise _failed(f"it has {len(template):,} characters; at most {LONGEST:,} are run")
+    values = {"messages": [dict(m) for m in messages], "add_generation_prompt": generation, **special}
+    answer = _run({"template": template, "values": values, "path": [p for p in sys.path if p]})
+    if "error" in answer:
+        raise _failed(answer["error"])
+    text = str(answer["text"])
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise _failed("it makes half a surrogate, which is no text")
+    return text
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes for HTML, which a prompt must not be."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _run(request: Mapping[str, Any]) -> dict[str, str]:
+    """What the subprocess answers; why it did not, as an error."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", str(_CHILD)],
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": "it takes too long"}
+    if done.returncode == 0:
+        answer: dict[str, str] = json.loads(done.stdout)
+        return answer
+    if done.returncode in _STOPPED:
+        return {"error": "it takes too long (more than a second of processor)"}
+    last = done.stderr.decode(errors="replace").strip().splitlines()
+    return {"error": f"its process ended with exit code {done.returncode}: {last[-1][:300] if last else 'no word'}"}
+
+
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec("jinja2") is not None
+    except ValueError:  # a module put there by hand, as tests do
+        return False
+
+
+def _failed(why: str) -> ConvertError:
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in why[:500]).rstrip(".")
+    return ConvertError(
+        Problem(
+            "chat_template",
+            f"The chat template fails: {shown}.",
+            hint="Leave --chat out and write the prompt as the model expects it.",
+        )
+    )

@@ -52,6 +52,55 @@ def test_templates_run_in_a_sandbox():
         render("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES, special={})
 
 
+#: What templates of strangers can do without leaving Jinja's sandbox.
+EXPLOSIVE = {
+    "{{ 9 ** (9 ** 9) }}": "too long",
+    "{{ 'a' * 10 ** 9 }}": "MiB of memory",
+    "{{ [1] * 10 ** 9 }}": "MiB of memory",
+    "{{ '%999999999d' % 1 }}": "MiB of memory",
+    "{{ 'x' | center(999999999) }}": "MiB of memory",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "too long",
+    "{% for i in range(99999) %}{% for j in range(99999) %}"
+    + "a" * 99
+    + "{% endfor %}{% endfor %}": "4,000,000 charac",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "without end",
+    "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}": "nested too deep",
+    "{% if 1 %}" * 20000 + "{% endif %}" * 20000: "nested too deep",
+    "x" * (2 << 20): "at most 1,048,576",
+    "{{ 1 / 0 }}": "division by zero",
+    "{{ messages[5].content }}": "no element 5",
+    "{% include '/etc/passwd' %}": "no loader",
+    "{{ cycler.__init__.__globals__.os.system('touch canary') }}": "unsafe",
+    "{{ raise_exception('\\x1b[2J' * 100000) }}": r"fails: \\x1b\[2J",
+    "{{ '\\ud800' }}": "half a surrogate",
+}
+
+
+@pytest.mark.parametrize("template", EXPLOSIVE, ids=lambda t: t[:30])
+def test_templates_that_explode(template, monkeypatch, tmp_path):
+    """They are stopped within about a second, in little memory, and what they say is short and printable."""
+    import resource
+
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(ConvertError, match=EXPLOSIVE[template]) as error:
+        render(template, MESSAGES, special={})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    assert len(str(error.value)) < 1000 and str(error.value).isprintable()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_process_of_a_template_may_not_reach_out(monkeypatch, tmp_path):
+    """Were the sandbox left, the process would still refuse: its audit hook is what is tried here."""
+    from convert.engines import chat_child
+
+    for event in (("os.system", ("id",)), ("socket.connect", ()), ("open", ("/tmp/x", "w", 0))):
+        with pytest.raises(PermissionError):
+            chat_child._watch(*event)
+    chat_child._watch("open", ("/usr/lib/x.py", "rb", 0))
+
+
 def test_without_jinja(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConvertError, match="needs the package jinja2") as error:
