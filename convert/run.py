@@ -24,7 +24,7 @@ from convert.platform import available_memory, keep_freed_memory
 from convert.readback import read_back, read_beside
 from convert.record import seal
 from convert.stamps import changes, stamps
-from convert.storage_crcs import SMALL, compare_crcs
+from convert.storage_crcs import Beside
 from convert.writer import Cancelled, Progress, Writer, casts_within
 
 CHECKS = ("sampled", "full")
@@ -112,8 +112,8 @@ def run(
     Raises:
         UsageError: The output may not be written, or ``check`` has no such value.
         ConvertError: Disk or memory are too small, values do not fit the target type, a read or a write failed, the
-            source changed meanwhile or is not what its CRCs say (those of small sources are compared, with ``hashes``
-            or a full check all), another plan's partial output would be resumed, or the check after writing failed.
+            source changed meanwhile or its bytes do not have the CRCs that its archives state, another plan's partial
+            output would be resumed, or the check after writing failed.
         Cancelled: ``cancel`` was set.
     """
     require_choice("check", check, CHECKS)
@@ -130,8 +130,9 @@ def run(
     keep_freed_memory()
     started = time.perf_counter()
     before = stamps(plan.source.files) | plan.source.stamps
+    cancel = cancel or threading.Event()
     claim = Claim(out, single=plan.single_file)
-    journal = writer = None
+    journal = writer = crcs = None
     try:
         claim.take()
         with reading(plan.source.path):
@@ -142,9 +143,11 @@ def run(
         with writing(claim.folder):
             claim.take_back(journal.moved)
             claim.clear(keep={*(f.name for f in plan.files), JOURNAL_NAME})
-        writer = writer_type(plan, claim.folder, progress, cancel or threading.Event(), journal)
-        _refuse_wrong_crcs(plan, writer, threads, limit=None if hashes or check == "full" else SMALL)
+        crcs = Beside(plan, cancel)
+        writer = writer_type(plan, claim.folder, crcs.follow(progress), cancel, journal)
+        crcs.begin(writer, threads)
         found = writer.write(threads, hashes=hashes)
+        crcs.finish()
         losses = writer.losses()  # the check reads, and so counts, again
         with reading(claim.folder):
             checked = writer.together(read_back(plan, claim.folder, writer, full=check == "full", threads=threads))
@@ -162,6 +165,8 @@ def run(
             claim.commit(journal.commit)
     except BaseException as error:
         keep = resume and claim.held and not claim.done and _may_go_on(error)
+        if crcs is not None:
+            crcs.stop()
         if journal is not None:
             journal.close(keep=keep)
         if writer is not None:
@@ -185,15 +190,6 @@ def run(
         checked_blocks=checked,
         checked=check,
     )
-
-
-def _refuse_wrong_crcs(plan: ConversionPlan, writer: Writer, threads: int, *, limit: int | None) -> None:
-    """Before anything is written: are the source's bytes those that its archives tell of?"""
-    problems = compare_crcs(plan.source, limit=limit, threads=threads, cancel=writer.cancel)[1]
-    if writer.cancel.is_set():
-        raise writer.cancelled
-    if problems:
-        raise ConvertError(problems)
 
 
 def _may_go_on(error: BaseException) -> bool:

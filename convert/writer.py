@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -99,6 +99,15 @@ class Writer:
     def mine(self, output: Output, row: int) -> bool:
         """Whether this row of an output is this writer's to write and to check."""
         return True
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes are this writer's to write."""
+        return sum(file.size for file in self.plan.files)
+
+    def deal(self, sizes: Sequence[int]) -> list[int]:
+        """Of jobs of these sizes, the numbers of those that are this writer's to do."""
+        return list(range(len(sizes)))
 
     def together(self, checked: int) -> int:
         """How many blocks have been checked, by all that write."""

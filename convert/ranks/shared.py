@@ -21,6 +21,7 @@ from convert.ranks.journals import part_name
 from convert.ranks.writers import HelperWriter, LeadWriter
 from convert.readback import read_back
 from convert.run import Summary, refuse_memory, run
+from convert.storage_crcs import Beside
 
 
 def run_shared(plan: ConversionPlan, out: Path, *, crew: Crew, threads: int = 2, **options: Any) -> Summary | None:
@@ -90,7 +91,7 @@ def _help(
     **_: Any,
 ) -> None:
     """Everything between rank 0's claim and its commit that a share needs."""
-    journal = writer = None
+    journal = writer = crcs = None
     try:
         if not force:
             refuse_memory(plan.peak_memory(threads))
@@ -109,8 +110,11 @@ def _help(
             )
         journal = Journal(folder, identity, resume=False, name=part_name(crew.rank))
         journal.finished = found[1]
-        writer = HelperWriter(plan, folder, None, crew.stopped, journal, crew=crew)
+        crcs = Beside(plan, crew.stopped)
+        writer = HelperWriter(plan, folder, crcs.follow(None), crew.stopped, journal, crew=crew)
+        crcs.begin(writer, threads)
         writer.write(threads, hashes=hashes)
+        crcs.finish()
         with reading(folder):
             checked = read_back(plan, folder, writer, full=check == "full", threads=threads)
         journal.close(keep=True)
@@ -120,6 +124,8 @@ def _help(
         crew.fail(error)
         raise
     finally:
+        if crcs is not None:
+            crcs.stop()
         if journal is not None:
             journal.close(keep=True)
         if writer is not None:

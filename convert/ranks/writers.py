@@ -7,7 +7,7 @@ The order of the steps is the same on every rank, since they meet between them: 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -55,6 +55,21 @@ class SharedWriter(Writer):
         """Whether this row of an output is written, and checked, by this rank."""
         return self.shares.owner(self._numbers[id(output)], row) == self.crew.rank
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's share."""
+        return self.shares.nbytes[self.crew.rank]
+
+    def deal(self, sizes: Sequence[int]) -> list[int]:
+        """The jobs of this rank: every rank deals them alike, the largest first."""
+        load, mine = [0] * self.crew.world, []
+        for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+            rank = min(range(self.crew.world), key=load.__getitem__)
+            load[rank] += sizes[number]
+            if rank == self.crew.rank:
+                mine.append(number)
+        return sorted(mine)
+
     def pieces(self) -> Iterator[tuple[Output, int, int]]:
         """This rank's pieces, in order."""
         return (piece for piece in super().pieces() if self.mine(piece[0], piece[1]))
@@ -74,13 +89,7 @@ class SharedWriter(Writer):
         made = [self.folder / file.name for file in self.plan.files]
         paths = [*made, *self.plan.source.files]
         sizes = [*(file.size for file in self.plan.files), *(p.stat().st_size for p in self.plan.source.files)]
-        load = [0] * self.crew.world
-        mine = []
-        for number in sorted(range(len(paths)), key=lambda n: -sizes[n]):
-            rank = min(range(self.crew.world), key=load.__getitem__)
-            load[rank] += sizes[number]
-            if rank == self.crew.rank:
-                mine.append(number)
+        mine = self.deal(sizes)
         found = hash_files([paths[n] for n in mine], threads=threads)
         known: dict[int, str] = {}
         for part in self.crew.gather({n: found[paths[n]] for n in mine}):
