@@ -17,7 +17,7 @@ from hashlib import sha1
 from pathlib import PurePath
 
 from convert.errors import ConvertError, Problem
-from convert.formats.placeholders import STORAGES, TORCH_TYPES
+from convert.formats.pickle_writer import TORCH_NAMES, PickleWriter, text
 from convert.formats.spec import Entry, FileLayout
 
 ALIGNMENT = 64
@@ -25,8 +25,6 @@ ALIGNMENT = 64
 ZIP64_FROM = 0xFFFFFFFF
 _ZIP64_COUNT = 0xFFFF
 
-_CLASSES = {dtype: name for name, dtype in STORAGES.items()}
-_DTYPES = {ours: name for name, ours in TORCH_TYPES.items()}
 _UTF8 = 0x800
 _LOCAL_SIZE = 30
 
@@ -70,7 +68,7 @@ def layout(name: str, entries: Sequence[Entry], *, bare: bool = False) -> FileLa
     """
     _check(name, entries)
     root = PurePath(name).stem or "archive"
-    tree = b"\x80\x02" + _Pickle().tensor("0", entries[0]) + b"." if bare else _state_dict(entries)
+    tree = b"\x80\x02" + PickleWriter().tensor("0", entries[0]) + b"." if bare else _state_dict(entries)
     records = [_small(root, "data.pkl", tree)]
     records += [_small(root, ".format_version", b"1"), _small(root, ".storage_alignment", b"%d" % ALIGNMENT)]
     records.append(_small(root, "byteorder", b"little"))
@@ -113,7 +111,7 @@ def _check(name: str, entries: Sequence[Entry]) -> None:
     problems = []
     seen: set[str] = set()
     for entry in entries:
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in TORCH_NAMES:
             hint = "Choose --dtype float32, float16 or bfloat16."
             message = f"torch has no element type {entry.dtype}; {entry.name!r} cannot be stored in {name}."
             problems.append(Problem("dtype", message, tensor=entry.name, file=name, found=entry.dtype, hint=hint))
@@ -211,86 +209,9 @@ def _end(count: int, length: int, start: int) -> bytes:
     return wide + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, length, start, 0)
 
 
-# --- pickle, protocol 2, with only the opcodes that weights_only knows --------------------------------------
-
-
 def _state_dict(entries: Iterable[Entry]) -> bytes:
-    writer = _Pickle()
+    writer = PickleWriter()
     parts = [b"\x80\x02", writer.once("OrderedDict", b"ccollections\nOrderedDict\n"), b")R("]
     for index, entry in enumerate(entries):
-        parts += [_text(entry.name), writer.tensor(str(index), entry)]
+        parts += [text(entry.name), writer.tensor(str(index), entry)]
     return b"".join([*parts, b"u."])
-
-
-class _Pickle:
-    """Opcodes with a memo for what every tensor repeats."""
-
-    def __init__(self) -> None:
-        self._memo: dict[str, int] = {}
-
-    def once(self, key: str, opcodes: bytes) -> bytes:
-        """``opcodes`` the first time, a reference to their result afterwards."""
-        if key in self._memo:
-            return b"h%c" % self._memo[key]
-        self._memo[key] = len(self._memo)
-        return opcodes + b"q%c" % self._memo[key]
-
-    def tensor(self, key: str, entry: Entry) -> bytes:
-        """A contiguous tensor that covers the storage ``key``."""
-        count, strides = 1, []
-        for length in reversed(entry.shape):
-            strides.append(count)
-            count *= max(length, 1)
-        count = 0 if 0 in entry.shape else count
-        typed = _CLASSES.get(entry.dtype)
-        if typed is not None:
-            rebuild = self.once("v2", b"ctorch._utils\n_rebuild_tensor_v2\n")
-            storage = self.once(typed, f"ctorch\n{typed}\n".encode())
-            element = b""
-        else:  # types without a storage class of their own: bytes, and the type beside them
-            rebuild = self.once("v3", b"ctorch._utils\n_rebuild_tensor_v3\n")
-            storage = self.once("untyped", b"ctorch.storage\nUntypedStorage\n")
-            element = self.once(entry.dtype, f"ctorch\n{_DTYPES[entry.dtype]}\n".encode())
-            count = entry.nbytes
-        return b"".join(
-            [
-                rebuild,
-                b"((",
-                self.once("storage", _text("storage")),
-                storage,
-                _text(key),
-                self.once("cpu", _text("cpu")),
-                _integer(count),
-                b"tQ",
-                _integer(0),
-                _tuple(entry.shape),
-                _tuple(tuple(reversed(strides))),
-                b"\x89",  # requires_grad
-                self.once("OrderedDict", b"ccollections\nOrderedDict\n"),
-                b")R",  # no hooks
-                element,
-                b"tR",
-            ]
-        )
-
-
-def _text(value: str) -> bytes:
-    raw = value.encode("utf-8")
-    return b"X" + struct.pack("<I", len(raw)) + raw
-
-
-def _integer(value: int) -> bytes:
-    if value < 1 << 8:
-        return b"K%c" % value
-    if value < 1 << 16:
-        return b"M" + struct.pack("<H", value)
-    if value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    return b"\x8a\x08" + struct.pack("<q", value)
-
-
-def _tuple(values: tuple[int, ...]) -> bytes:
-    body = b"".join(map(_integer, values))
-    if len(values) > 3:
-        return b"(" + body + b"t"
-    return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)]

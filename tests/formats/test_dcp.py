@@ -121,6 +121,31 @@ def test_torch_loads_what_we_write(tmp_path, dtype):
     assert not same(found, state)
 
 
+def test_the_metadata_is_what_torch_s_own_classes_say(made, tmp_path):
+    """Written without them; the control is another shape."""
+    from torch.distributed.checkpoint import metadata as classes
+
+    code = (
+        "import sys, convert; convert.convert_checkpoint(sys.argv[1], sys.argv[2], to='scratch', format='dcp'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    out = tmp_path / "dcp"
+    subprocess.run([sys.executable, "-c", code, str(made.path), str(out)], check=True, cwd=ROOT)
+    found = pickle.loads((out / METADATA).read_bytes())
+    wanted = {}
+    for name, tensor in load_file(made.path / "model.safetensors").items():
+        zero, size = torch.Size([0] * tensor.dim()), tensor.shape
+        chunk = classes.ChunkStorageMetadata(zero, size)
+        wanted[name] = classes.TensorStorageMetadata(classes.TensorProperties(tensor.dtype), size, [chunk])
+    assert found.state_dict_metadata == wanted
+    assert found.planner_data == {name: (name,) for name in wanted}
+    assert set(found.storage_data) == {classes.MetadataIndex(name, [0] * len(wanted[name].size)) for name in wanted}
+    assert (found.version, found.storage_meta) == ("1.0.0", None)
+    some = next(iter(wanted.values()))
+    some.size = torch.Size([1])
+    assert found.state_dict_metadata != wanted
+
+
 def test_into_a_module_with_torch_s_own_load(made, tmp_path):
     """The reference module, empty, filled by torch from our folder: the same logits as from the source."""
     from convert.reference.loading import load_reference

@@ -28,6 +28,7 @@ GROUPS = Path("/sys/fs/cgroup")
 ROWS = (
     ("hf", "hf-to-scratch"),
     ("hf", "hf-to-scratch --format pth"),
+    ("hf", "hf-to-scratch --format dcp"),
     ("hf", "hf-to-scratch --dtype float16 --clamp"),
     ("hf", "hf-to-scratch --dtype float32"),
     ("hf", "hf-to-scratch --check full --hash"),
