@@ -176,8 +176,7 @@ def compare_against(
     tell = on_step or (lambda *_: None)
     with opened(src) as mine, opened(good) as theirs:
         for side in (mine, theirs):
-            if side.match.problems:
-                raise ConvertError(side.match.problems)
+            side.require_sound()
         tell("comparing the tensors", 0, 0)
         deltas = tuple(compare_tensors(theirs, mine, threads=threads))
         config = tuple(d for d in config_differences(theirs, mine) if d.weighs)

@@ -152,6 +152,17 @@ class Checkpoint:
 
         return match(self)
 
+    def require_sound(self) -> None:
+        """Go on only with tensors that fit the family's table.
+
+        Raises:
+            ConvertError: Some do not; all of them.
+        """
+        if self.match.problems:
+            error = ConvertError(self.match.problems)
+            error.source = self.title
+            raise error
+
     @property
     def tied(self) -> bool:
         """Whether head and embedding are one, from the tensors (reads both where headers do not tell)."""

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from convert import __version__
-from convert.errors import ConvertError, Problem
+from convert.errors import ConvertError, Problem, UsageError
 
 #: Command name → module of :mod:`convert.commands` and its attribute. Imported when the command is used, so that
 #: ``--help`` stays fast.
@@ -193,15 +193,10 @@ def _on_signals() -> dict[int, Any]:
 def _show(error: ConvertError, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    from convert.report import fold_problems
+    from convert.report import error_lines
 
-    problems = fold_problems(error.problems)
-    for problem in problems[:30]:
-        click.echo(f"error: {problem.message}", err=True)
-        if problem.hint:
-            click.echo(f"       {problem.hint}", err=True)
-    if len(problems) > 30:
-        click.echo(f"… and {len(problems) - 30} more.", err=True)
+    for line in error_lines(error.problems, source=None if isinstance(error, UsageError) else error.source):
+        click.echo(line, err=True)
 
 
 def _show_json(problems: Sequence[Problem]) -> None:

@@ -142,8 +142,7 @@ def diagnose(
     tell = on_step or (lambda *_: None)
     with ExitStack() as stack:
         ckpt = _opened(stack, src, options)
-        if ckpt.match.problems:
-            raise ConvertError(ckpt.match.problems)
+        ckpt.require_sound()
         tell("the order of the rows of Q and K", 0, 0)
         probed = probe(ckpt, threads=threads) if ckpt.table.has_rope else None
         tell("odd tensors", 0, 0)

@@ -65,9 +65,11 @@ class ConvertError(Exception):
     Attributes:
         problems: Every finding, in the order in which a reader should see them.
         exit_code: What the command line returns.
+        source: What was being read, where that is known; the command line says it where the findings name no file.
     """
 
     exit_code = 1
+    source: str | None = None
 
     def __init__(self, problems: str | Problem | Iterable[Problem], *, hint: str | None = None) -> None:
         if isinstance(problems, str):

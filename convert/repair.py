@@ -90,7 +90,7 @@ def applicable_fixes(src: str | Path | Checkpoint, **options: Any) -> list[Case]
     """The fixes that fit a checkpoint's architecture (not: those that it needs), with the values worth trying."""
     opened = src if isinstance(src, Checkpoint) else open_checkpoint(src, **options)
     try:
-        _refuse_unsound(opened)
+        opened.require_sound()
         return [case for case in cases(opened) if case.undo(opened) is not None]
     finally:
         if opened is not src:
@@ -185,13 +185,8 @@ def _chosen(fixes: Sequence[str]) -> tuple[Case, ...]:
     return tuple(parse_fix(text) for text in fixes)
 
 
-def _refuse_unsound(opened: Checkpoint) -> None:
-    if opened.match.problems:
-        raise ConvertError(opened.match.problems)
-
-
 def _plan(opened: Checkpoint, chosen: tuple[Case, ...]) -> RepairPlan:
-    _refuse_unsound(opened)
+    opened.require_sound()
     found = _corrected(opened, chosen)
     config = {
         key: (opened.config.get(key), found.config.get(key))
@@ -333,7 +328,7 @@ def _check_untouched(plan: RepairPlan, made_at: Path) -> int:
     moved = _moved(opened, plan.view)
     problems, count = [], 0
     with open_checkpoint(made_at, **{key: value for key, value in said.items() if value is not None}) as made:
-        _refuse_unsound(made)
+        made.require_sound()
         for key, source in opened.match.logical.items():
             there = made.match.logical.get(key)
             if key in moved or there is None:  # an equal head may have become one with its embedding

@@ -83,6 +83,42 @@ def fold_problems(problems: Sequence[Problem]) -> list[Problem]:
     return out
 
 
+def error_lines(problems: Sequence[Problem], *, source: str | None = None, most: int = 30) -> list[str]:
+    """What the command line prints of an error: ``error: …`` and its hint, findings that say the same once.
+
+    Args:
+        problems: The findings.
+        source: What was being read. Said, like a finding's own file, where no message names a file; once, for the
+            first finding that it goes for.
+        most: More findings than these are counted.
+    """
+    folded = fold_problems(problems)
+    out: list[str] = []
+    told: str | None = None
+    for problem in folded[:most]:
+        where = problem.file or source
+        lead = "" if where is None or where == told or _names(problem.message, where) else f"{where}: "
+        told = where
+        out.append(printable(f"error: {lead}{problem.message}"))
+        if problem.hint:
+            out.append(printable(f"       {problem.hint}"))
+    if len(folded) > most:
+        out.append(f"… and {len(folded) - most} more.")
+    return out
+
+
+def _names(message: str, path: str) -> bool:
+    name = path.rstrip("/").rpartition("/")[2]
+    return path in message or ("." in name and name in message)
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: escape sequences, half surrogates; line ends and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def human_bytes(count: int | float) -> str:
     """``2.47 GB``: decimal units, three figures."""
     value = float(count)

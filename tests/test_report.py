@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from convert.errors import Problem
-from convert.report import fold_names, fold_problems, human_bytes, ranges
+from convert.report import error_lines, fold_names, fold_problems, human_bytes, ranges
 
 
 def test_ranges():
@@ -83,3 +83,22 @@ def test_names_with_slashes_fold_by_the_number_that_ends_a_part():
     names = [f"model/h{i}/ln_{j}/g" for i in range(12) for j in (1, 2)]
     assert fold_names([*names, "model/wte"]) == ["model/h{0-11}/ln_1/g", "model/h{0-11}/ln_2/g", "model/wte"]
     assert fold_names(["model/h3/attn/c_attn/w", "a/b.c", "x1/y2/z"]) == ["model/h3/attn/c_attn/w", "a/b.c", "x1/y2/z"]
+
+
+def test_an_error_names_its_file_once_and_obeys_nothing():
+    found = [
+        Problem("a", "3 bytes are wrong.", file="/m/x.bin"),
+        Problem("b", "x.bin has \x1b[2J and \ud800 in it.", hint="one\ntwo\t\u202e", file="/m/x.bin"),
+        Problem("c", "the config says 5."),
+        Problem("c", "the config says 6."),
+        Problem("c", "the config says 6."),
+    ]
+    assert error_lines(found, source="/m") == [
+        "error: /m/x.bin: 3 bytes are wrong.",
+        "error: x.bin has \\x1b[2J and \\ud800 in it.",
+        "       one\ntwo\t\\u202e",
+        "error: /m: the config says 5.",
+        "error: the config says 6.",
+    ]
+    assert error_lines(found[2:3]) == ["error: the config says 5."]
+    assert error_lines([Problem("x", f"{i}.") for i in range(40)])[-1] == "… and 10 more."

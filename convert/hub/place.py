@@ -56,10 +56,14 @@ class Place:
 
 @contextlib.contextmanager
 def named(at: Place) -> Iterator[None]:
-    """Let errors call a repository that was looked into by its name, not by the folder that stands for it here."""
+    """Let errors say of what they are.
+
+    A repository that was looked into is called by its name, not by the folder that stands for it here.
+    """
     try:
         yield
     except ConvertError as error:
+        error.source = error.source or str(at.name or at.path)
         if at.name is None or at.pool is None:
             raise
         here, called = str(at.path), str(at.name)
@@ -68,7 +72,9 @@ def named(at: Place) -> Iterator[None]:
             return None if text is None else text.replace(here, called)
 
         said = [replace(p, message=str(told(p.message)), hint=told(p.hint), file=told(p.file)) for p in error.problems]
-        raise type(error)(said).with_traceback(error.__traceback__) from error.__cause__
+        renamed = type(error)(said)
+        renamed.source = told(error.source)
+        raise renamed.with_traceback(error.__traceback__) from error.__cause__
 
 
 def place(
