@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ class Case:
         commands: Which commands of :data:`COMMANDS` are run.
         passes: Those of them that may succeed: what is wrong is no business of theirs, and that is harmless.
         more: Commands for the full run.
+        usage: Those that may end with 2: what they were given is no checkpoint at all, or the output's place is taken.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     commands: tuple[str, ...] = ("inspect", "validate", "to-scratch")
     passes: frozenset[str] = frozenset()
     more: tuple[str, ...] = ("to-gguf", "diff", "check", "diagnose")
+    usage: frozenset[str] = frozenset()
 
 
 #: Arguments of each command; ``{src}`` is the input, ``{out}`` where output may go, ``{good}`` a sound model.
@@ -67,7 +69,20 @@ COMMANDS: dict[str, list[str]] = {
     "check-source": ["check", "{src}", "--source", "{good}"],
     "diagnose": ["diagnose", "{src}", "--probe-only"],
     "hashes": ["validate", "{src}", "--checksums", "{src}/sums.txt"],
+    "names": ["to", "scratch", "{good}", "{out}/m", "--names", "{src}"],
+    "tables-check": ["tables", "check", "{src}"],
+    "tables-show": ["tables", "show", "{src}"],
+    "tables-against": ["tables", "check", "{src}", "--against", "{good}"],
+    "config": ["to", "scratch", "{good}", "{out}/m", "--config", "{src}"],
+    "metadata-file": ["to", "gguf", "{good}", "{out}/m.gguf", "--no-tokenizer", "--metadata", "{src}"],
+    "repair": ["repair", "{src}", "{out}/m", "--fix", "swap-norms"],
+    "generate": ["generate", "{src}", "--chat", "--prompt", "t1", "--max-new-tokens", "2", "--device", "cpu"],
+    "verify": ["verify", "{src}", "{good}", "--device", "cpu"],
 }
+#: Commands that tell what they find as a report on standard output, as they tell good news.
+REPORTS = frozenset(("validate", "scan", "hashes", "diff", "check", "check-source", "tables-against", "verify"))
+#: Commands that load torch: they are run in a server that has it, and what it takes by itself is not counted.
+TORCH = frozenset(("generate", "verify"))
 
 
 @dataclass
@@ -94,13 +109,24 @@ class Seen:
     changed: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
-    def faults(self, *, may_pass: bool = False) -> list[str]:
-        """Everything that must not be, in words; empty for a clean refusal (or, if it may pass, a clean success)."""
+    def faults(
+        self, *, may_pass: bool = False, usage: bool = False, report: bool = False, about: Iterable[str] = ()
+    ) -> list[str]:
+        """Everything that must not be, in words; empty for a clean refusal (or, if it may pass, a clean success).
+
+        Args:
+            may_pass: Exit codes 0 and 3 are no fault.
+            usage: 2 is none either.
+            report: A refusal may be a report on standard output, instead of an error.
+            about: Names of which a refusal must say one; none are asked for if there are none.
+        """
         said = self.out + self.err
         bad = [f"executed or reached out: {e}" for e in self.events]
         bad += [f"changed {p}" for p in self.changed]
-        if self.code not in (1, 2) and not (may_pass and self.code in (0, 3)):  # 3: undecided
+        if self.code != 1 and not (may_pass and self.code in (0, 3)) and not (usage and self.code == 2):  # 3: undecided
             bad.append(f"exit code {self.code}")
+        if self.code in (1, 2):
+            bad += self._unclear(report, list(about))
         if self.code and self.left:
             bad.append(f"left {self.left}")
         if "Traceback" in said or "This is a bug" in said:  # an exception that nobody expected
@@ -115,6 +141,24 @@ class Seen:
             bad.append(f"{self.seconds:.1f} s")
         if self.megabytes > MEGABYTES:
             bad.append(f"{self.megabytes} MB")
+        return bad
+
+    def _unclear(self, report: bool, about: list[str]) -> list[str]:
+        """What keeps a refusal from being one clear error."""
+        bad = []
+        if report and not self.err.startswith("error: "):
+            if self.err.strip() or not self.out.strip():
+                bad.append("a report that is not on standard output alone")
+        elif not self.err.startswith("error: "):
+            bad.append("does not begin with 'error: '")
+        elif self.out.strip():
+            bad.append("an error, and words on standard output")
+        if about and not any(name in self.out + self.err for name in about):
+            bad.append("names no file or folder")
+        lines = [line for line in (self.out + self.err).splitlines() if len(line.strip()) > 20]
+        again = [line for line in dict.fromkeys(lines) if lines.count(line) > 1 and line.startswith("error: ")]
+        if again:
+            bad.append(f"said twice: {again[0][:80]}")
         return bad
 
 
@@ -139,16 +183,20 @@ class Server:
         """Start it; ``reader`` names a module whose import changes the product (the controls do that)."""
         self.reader = reader
         self.process: subprocess.Popen[str] | None = None
+        self.torch: Server | None = None
 
     def __enter__(self) -> Server:
         argv = [sys.executable, "-m", "tests.trust.hostile.harness", *([self.reader] if self.reader else [])]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+        env |= {"OMP_NUM_THREADS": "1"}  # torch's threads do not survive a fork
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
         )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self.torch is not None:
+            self.torch.__exit__(kind, value, tb)
         assert self.process and self.process.stdin
         self.process.stdin.close()
         self.process.wait(10)
@@ -157,6 +205,10 @@ class Server:
 
     def run(self, argv: Sequence[str], box: Path, out: Path) -> Seen:
         """Run the product's command line in ``box``; only below ``out`` may anything be made."""
+        if argv[0] in TORCH and not self.reader:
+            if self.torch is None:
+                self.torch = Server(reader="tests.trust.hostile.preload_torch").__enter__()
+            return self.torch.run(argv, box, out)
         assert self.process and self.process.stdin and self.process.stdout
         before = listing(box, out)
         self.process.stdin.write(json.dumps([list(argv), str(box), str(out)]) + "\n")
@@ -217,8 +269,15 @@ _NEVER += ("os.startfile", "shutil.", "ftplib.", "smtplib.", "urllib.", "webbrow
 _PATHS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.chmod", "os.truncate")
 
 
+def _status(field: str) -> int:
+    """A field of this process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith(field + ":")) * 1024
+
+
 def _child(argv: list[str], box: Path, out: Path, report: Path, texts: list[Path]) -> None:
     events: list[str] = []
+    loaded = _status("VmRSS") if "torch" in sys.modules else 0
     for number, path in enumerate(texts, 1):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(fd, number)
@@ -236,6 +295,8 @@ def _child(argv: list[str], box: Path, out: Path, report: Path, texts: list[Path
             return
         if event == "shutil.rmtree" and str(args[0]).startswith(inside):
             return
+        if event == "subprocess.Popen" and str(args[1][-1]).endswith("engines/chat_child.py"):
+            return  # a chat template's own process, which limits itself
         if event.startswith(_NEVER):
             events.append(f"{event} {str(args)[:120]}")
         elif event == "open" and isinstance(args[0], (str, bytes)):
@@ -251,8 +312,11 @@ def _child(argv: list[str], box: Path, out: Path, report: Path, texts: list[Path
                 paths = paths[1:]
             events.extend(f"{event} {p}" for p in paths if not p.startswith(inside))
 
+    import click.utils
+
     from convert import cli
 
+    click.utils.should_strip_ansi = lambda *_, **__: False  # as on a terminal, where escape sequences are obeyed
     sys.addaudithook(watch)
     code: Any = 70
     try:
@@ -271,8 +335,8 @@ def _child(argv: list[str], box: Path, out: Path, report: Path, texts: list[Path
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        peak = next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if x[:5] == "VmHWM")
-        report.write_text(json.dumps({"megabytes": peak * 1024 // 10**6, "events": events[:10]}))
+        peak = _status("VmHWM") - loaded
+        report.write_text(json.dumps({"megabytes": peak // 10**6, "events": events[:10]}))
         os._exit(code)
 
 
