@@ -149,10 +149,11 @@ def _found(weights: Sequence[Path], record: Mapping[str, Any], problems: list[Pr
 
 def _blob(path: Path) -> Expected | None:
     """A file of the Hugging Face cache is a link to a blob that is called after its hash."""
-    real = path.resolve() if path.is_symlink() else path
-    if real.parent.name != "blobs":
-        return None
-    return _by_etag(path, real.name, "the name of its blob in the cache")
+    first = path.readlink() if path.is_symlink() else path.absolute()
+    for place in (first, path.resolve()):  # `blobs` may be a link itself, to where there is more room
+        if place.parent.name == "blobs":
+            return _by_etag(path, place.name, "the name of its blob in the cache")
+    return None
 
 
 def _downloaded(path: Path) -> Expected | None:
@@ -218,7 +219,7 @@ def read_list(place: Path) -> dict[str, str]:
     if place.stat().st_size > _MOST_BYTES:
         raise _no_list(place, f"it has {place.stat().st_size:,} bytes")
     try:
-        lines = place.read_text(encoding="utf-8").splitlines()
+        lines = place.read_text(encoding="utf-8-sig").splitlines()
     except (UnicodeDecodeError, OSError) as error:
         raise _no_list(place, str(error)) from None
     out: dict[str, str] = {}
@@ -229,7 +230,8 @@ def read_list(place: Path) -> dict[str, str]:
         name, digest = _parts(text)
         if len(digest) not in _ALGORITHMS or set(digest) - set(string.hexdigits) or not name or "\0" in name:
             raise _no_list(place, f"line {number} is {text[:60]!r}")
-        out[name] = digest.lower()
+        if out.setdefault(name, digest.lower()) != digest.lower():
+            raise _no_list(place, f"line {number} gives {name[:80]} another hash than a line before it")
     if not out:
         raise _no_list(place, "it is empty")
     return out
@@ -240,8 +242,8 @@ def _parts(text: str) -> tuple[str, str]:
     head, equals, digest = text.rpartition(") = ")
     if equals and " (" in head:
         return head.partition(" (")[2], digest.strip()
-    digest, _, name = text.partition(" ")
-    return name.strip().removeprefix("*").removeprefix("./"), digest
+    digest, *name = text.split(maxsplit=1)
+    return "".join(name).removeprefix("*").removeprefix("./"), digest
 
 
 def _no_list(place: Path, why: str) -> FormatError:

@@ -12,6 +12,8 @@ from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.sniff import human_size
 
 _PREFIX = "models--"
+#: A folder with one of these is a model itself, whatever else lies in it.
+_WEIGHTS = (".safetensors", ".gguf", ".pth", ".bin")
 #: What programs that download append to the name of a file that is not finished.
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".tmp", ".aria2", ".!qb")
 
@@ -28,20 +30,30 @@ def resolve(src: Path, notes: list[str]) -> Path:
         ConvertError: Several revisions without a name that chooses one, or none at all.
     """
     if src.is_dir():
-        if _is_repo(src):
-            return _snapshot(src, notes)
-        if src.name in ("snapshots", "blobs", "refs") and _is_repo(src.parent):
-            return _snapshot(src.parent, notes)
-        models = sorted(p.name for p in src.iterdir() if p.name.startswith(_PREFIX) and p.is_dir())
-        if models and not any(p.is_file() and p.suffix == ".safetensors" for p in src.iterdir()):
-            return _only(src, models, notes)
+        for place in (src, src.resolve()):  # `.` and a link have other names than what they stand for
+            if _is_repo(place):
+                return _snapshot(place, notes)
+            if place.name in ("snapshots", "blobs", "refs") and _is_repo(place.parent):
+                return _snapshot(place.parent, notes)
+        for root in (src, src / "hub"):  # and HF_HOME, in which the cache is one of several
+            models = _models(root)
+            if models and not any(p.is_file() and p.suffix in _WEIGHTS for p in src.iterdir()):
+                return _only(root, models, notes)
         return src
     real = src.absolute()
     if real.parent.name == "blobs" and _is_repo(real.parent.parent) and src.is_file():
         return _linked(real, notes)
-    if real.parent.name == "refs" and _is_repo(real.parent.parent) and src.is_file():
-        return _snapshot(real.parent.parent, notes, revision=_text(real))
+    refs = next((p for p in real.parents[:3] if p.name == "refs" and _is_repo(p.parent)), None)
+    if refs is not None and src.is_file():  # refs/main, refs/pr/1
+        return _snapshot(refs.parent, notes, revision=_text(real))
     return src
+
+
+def _models(root: Path) -> list[str]:
+    """The folders of models in a cache."""
+    if not root.is_dir():
+        return []
+    return sorted(p.name for p in root.iterdir() if p.name.startswith(_PREFIX) and p.is_dir())
 
 
 def _is_repo(folder: Path) -> bool:
@@ -99,9 +111,11 @@ def _text(path: Path) -> str:
 
 def _linked(blob: Path, notes: list[str]) -> Path:
     """The name that a blob has in a snapshot: config and tokenizer lie there."""
-    for link in sorted(blob.parent.parent.glob("snapshots/*/*")):
+    snapshots = blob.parent.parent / "snapshots"
+    for link in sorted(snapshots.rglob("*")):
         if link.is_symlink() and link.resolve() == blob.resolve():
-            notes.append(f"{blob.name[:12]} is {link.name} of revision {link.parent.name[:12]}")
+            revision, *inside = link.relative_to(snapshots).parts
+            notes.append(f"{blob.name[:12]} is {'/'.join(inside)} of revision {revision[:12]}")
             return link
     return blob
 

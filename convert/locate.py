@@ -16,6 +16,7 @@ from convert.adapters import adapter_folder
 from convert.config import read_json
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
+from convert.numbered_files import number_of, numbered_files, row_of
 from convert.trainers import refuse_folder
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -36,6 +37,7 @@ NOT_WEIGHTS = (
     "random_states",
     "sampler.",
     "dl_state_dict.",
+    *("optimizer_", "scheduler_", "sampler_", "dl_state_dict_"),  # accelerate numbers further ones
 )
 FORMATS = ("safetensors", "torch", "gguf", "tensorflow")
 #: What the files of a TensorFlow checkpoint end in beside its index.
@@ -96,6 +98,8 @@ def locate(src: Path) -> Found:
 
 def _tensorflow_index(src: Path) -> Path:
     """The index of a TensorFlow checkpoint, by any of its names: ``model.ckpt`` is no file at all."""
+    if not src.name:  # `.` and `/`, whose name nothing can follow
+        return src
     stem = next((src.name.partition(end)[0] for end in _TENSORFLOW if end in src.name), src.name)
     index = src.with_name(f"{stem}.index")
     return index if (stem != src.name or not src.exists()) and index.is_file() else src
@@ -115,8 +119,8 @@ def _from_file(src: Path) -> Found:
             found = _indexed(index)
             found.notes.append(f"{src.name} is one shard of {len(found.files)}; all of them are read")
             return found
-    if kind == "torch" and _shard_number(src) is not None:
-        files = _meta_files(src.parent)
+    if kind == "torch" and number_of(src) is not None:
+        files = numbered_files(src)
         if len(files) > 1:
             return Found(src.parent, kind, files)
     if kind != "gguf" and _shard_count(src) > 1:  # whose pieces need no index
@@ -148,8 +152,8 @@ def _from_folder(folder: Path) -> Found:
     for path in names:
         if path in claimed:
             continue
-        if _shard_number(path) is not None:
-            sets.setdefault("consolidated.*", []).append(path)
+        if number_of(path) is not None:
+            sets.setdefault(row_of(path), []).append(path)
         elif path.suffix == ".gguf":
             sets.setdefault(_split_stem(path), []).append(path)
         elif indexes and path.stem not in ("model", "pytorch_model", "consolidated"):
@@ -166,9 +170,9 @@ def _from_folder(folder: Path) -> Found:
         if (folder / _DCP).is_file() or any(folder.glob("*.distcp")):
             return _distributed(folder)
         raise _nothing(folder)
-    ((key, files),) = sets.items()
-    if key == "consolidated.*":
-        return Found(folder, "torch", _meta_files(folder))
+    (files,) = sets.values()
+    if number_of(files[0]) is not None:
+        return Found(folder, "torch", numbered_files(files[0]))
     kind = sniff(files[0])
     if kind not in FORMATS:
         raise refuse_non_weights(files[0], kind)
@@ -258,34 +262,6 @@ def _indexed(index: Path) -> Found:
     if bad:
         raise FormatError(bad)
     return Found(index.parent, kinds[files[0]], files, mapping)
-
-
-def _shard_number(path: Path) -> int | None:
-    """The number in ``consolidated.03.pth``, 0 for ``consolidated.pth``, None for another name."""
-    parts = path.name.split(".")
-    if parts[0] != "consolidated" or parts[-1] not in ("pth", "pt"):
-        return None
-    if len(parts) == 2:
-        return 0
-    return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else None
-
-
-def _meta_files(folder: Path) -> list[Path]:
-    numbered = {n: p for p in folder.iterdir() if (n := _shard_number(p)) is not None and p.is_file()}
-    gaps = [n for n in range(max(numbered) + 1) if n not in numbered]
-    if gaps:
-        raise ConvertError(
-            Problem(
-                "missing_file",
-                f"{folder.name} has {len(numbered)} model-parallel files up to number {max(numbered)}; "
-                f"number {', '.join(map(str, gaps))} is absent.",
-                file=str(folder),
-                found=sorted(numbered),
-                wanted=list(range(max(numbered) + 1)),
-                hint="An incomplete download? Fetch the missing files.",
-            )
-        )
-    return [numbered[n] for n in sorted(numbered)]
 
 
 def _split_stem(path: Path) -> str:

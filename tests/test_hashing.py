@@ -200,6 +200,16 @@ def test_the_hubs_cache(tmp_path):
     ]
 
 
+def test_blobs_on_another_disk(tmp_path):
+    snapshot = cached(make_hf(tmp_path / "m", "gqa8").path, tmp_path)
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.rename(tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    assert [h.ok for h in convert.validate(snapshot, hashes=True).hashes] == [True] * 3
+    flip((snapshot / "model.safetensors").resolve())
+    assert [p.kind for p in convert.validate(snapshot, hashes=True).problems] == ["hash"]
+
+
 def test_a_download_into_a_folder(tmp_path):
     folder = make_hf(tmp_path / "m", "gqa8").path
     hidden = folder / ".cache" / "huggingface" / "download"
@@ -259,6 +269,17 @@ def test_our_lists_are_those_of_the_tools(tmp_path):
         (tmp_path / "list").write_text(said)
         ((name, digest),) = read_list(tmp_path / "list").items()
         assert name == "a file" and digest == hash_file(path, tool.removesuffix("sum"))
+
+
+def test_lists_that_other_programs_wrote(tmp_path):
+    """With a byte order mark, with tabs, in capitals; and one that contradicts itself, which md5sum -c would notice."""
+    digest = hashlib.md5(b"x").hexdigest()
+    for text in (f"\ufeff{digest}  a b\r\n", f"{digest.upper()}\ta b", f"{digest}  a b\n{digest} *a b\n"):
+        (tmp_path / "list").write_text(text, encoding="utf-8", newline="")
+        assert read_list(tmp_path / "list") == {"a b": digest}
+    (tmp_path / "list").write_text(f"{'0' * 32}  a b\n{digest}  a b\n")
+    with pytest.raises(FormatError, match="line 2 gives a b another hash"):
+        read_list(tmp_path / "list")
 
 
 @pytest.mark.parametrize("text", ["", "not a list", "abc  file", "{}", "g" * 64 + "  file", "0" * 64])

@@ -58,6 +58,36 @@ def test_any_level_is_the_model(repo, level):
     assert convert.validate(repo / level, hashes=True).ok
 
 
+def test_levels_above_links_and_other_refs(repo, tmp_path, monkeypatch):
+    """HF_HOME, in which the cache is one of several folders; `.`; a link to the model; a ref of a pull request."""
+    home = tmp_path / "home"
+    (home / "xet").mkdir(parents=True)
+    (home / "token").write_text("secret")
+    shutil.move(tmp_path / "hub", home / "hub")
+    repo = home / "hub" / repo.name
+    (repo / "refs" / "pr").mkdir()
+    (repo / "refs" / "pr" / "1").write_text(REVISION)
+    (tmp_path / "link").symlink_to(repo)
+    for place in (home, tmp_path / "link", repo / "refs" / "pr" / "1"):
+        assert locate(place).folder.name == REVISION
+    monkeypatch.chdir(repo)
+    assert locate(Path(".")).folder.name == REVISION
+    shutil.copy(tmp_path / "m" / "model-00001-of-00002.safetensors", home / "model.pth")  # now it is a model's folder
+    assert locate(home).folder == home
+
+
+def test_a_blob_of_a_folder_in_it(tmp_path):
+    repo = cached(make_hf(tmp_path / "m", "gqa8").path, tmp_path / "hub")
+    inside = repo / "snapshots" / REVISION / "original"
+    inside.mkdir()
+    for link in inside.parent.glob("*.*"):
+        (inside / link.name).symlink_to(f"../../../blobs/{link.resolve().name}")
+        link.unlink()
+    found = locate((inside / "model.safetensors").resolve())
+    assert found.config is not None and found.folder == inside
+    assert any("is original/model.safetensors of revision aaaa" in n for n in found.notes)
+
+
 def test_a_file_of_it(repo):
     for path in sorted((repo / "snapshots" / REVISION).glob("*.safetensors")):
         for place in (path, path.resolve()):  # the link, and the blob that it leads to

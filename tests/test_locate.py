@@ -152,6 +152,46 @@ def test_index_against_headers_both_ways(copy):
     assert "does not know" in said[gone]
 
 
+def test_the_current_folder_and_the_root(made, monkeypatch):
+    monkeypatch.chdir(made / "one")
+    assert names(locate(Path("."))) == ["model.safetensors"]
+    with pytest.raises(UsageError, match="no weights"):
+        locate(Path("/"))
+
+
+@pytest.mark.parametrize("other", ["consolidated.pth", "consolidated.00.pt"])
+def test_two_sets_of_metas_files(copy, other):
+    """Both are number 0 to somebody: which one wins is not for the order of a directory to say."""
+    folder = copy("meta")
+    shutil.copy(folder / "consolidated.00.pth", folder / other)
+    with pytest.raises(ConvertError, match="2 candidate sets") as caught:
+        locate(folder)
+    assert other in str(caught.value) or "consolidated.*.pt" in str(caught.value)
+    assert names(locate(folder / other)) == [other]
+    assert names(locate(folder / "consolidated.01.pth")) == ["consolidated.00.pth", "consolidated.01.pth"]
+    (folder / "consolidated.00.pth").unlink()
+    (folder / "consolidated.01.pth").unlink()
+    assert names(locate(folder)) == [other]
+
+
+def test_a_number_twice(copy):
+    folder = copy("meta")
+    shutil.copy(folder / "consolidated.01.pth", folder / "consolidated.1.pth")
+    for src in (folder, folder / "consolidated.00.pth"):
+        with pytest.raises(ConvertError, match=r"number 1 2 times: consolidated.01.pth, consolidated.1.pth"):
+            locate(src)
+
+
+def test_what_accelerate_numbers_is_no_model(copy):
+    folder = copy("one")
+    for name in ("optimizer.bin", "optimizer_1.bin", "scheduler_1.bin", "sampler_1.bin", "dl_state_dict_1.bin"):
+        shutil.copy(folder / "model.safetensors", folder / name)
+    assert names(locate(folder)) == ["model.safetensors"]
+    shutil.copy(folder / "model.safetensors", folder / "model_1.safetensors")  # a second model is one
+    with pytest.raises(ConvertError, match="2 candidate sets"):
+        locate(folder)
+
+
 def test_a_gap_in_metas_files(copy, made):
     folder = copy("meta")
     (folder / "consolidated.01.pth").rename(folder / "consolidated.03.pth")
