@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import ConvertError, Problem
+from convert.tokenizer import hf_checks, pretokenizers
 from convert.tokenizer import merges as bpe
-from convert.tokenizer import pretokenizers
 from convert.tokenizer.hf_files import AddedToken
 from convert.tokenizer.tokenizer import (
     ADDED_SCORE,
@@ -41,14 +41,14 @@ def parse(tree: Mapping[str, Any], *, origin: str) -> Tokenizer:
     """
     try:
         return _parse(tree, origin)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise ConvertError(_damaged(origin, f"a part of it is not as it should be ({error!r})")) from error
 
 
 def _parse(tree: Mapping[str, Any], origin: str) -> Tokenizer:
-    model = tree.get("model")
-    if not isinstance(model, Mapping) or not model.get("vocab"):
-        raise ConvertError(_damaged(origin, "it has no model with a vocabulary"))
+    if wrong := hf_checks.damage(tree):
+        raise ConvertError([_damaged(origin, what) for what in wrong])
+    model = tree["model"]
     kind = _kind(model, tree)
     if kind is None:
         raise ConvertError(
@@ -124,10 +124,9 @@ def _merges(entries: list[Any], tokens: list[str], origin: str) -> list[tuple[st
     while entries:
         entry = entries.pop()
         parts = entry.split(" ") if isinstance(entry, str) else entry
-        if len(parts) != 2:
-            raise ConvertError(_damaged(origin, f"the merge {entry!r} is not a pair"))
-        left, right = parts
-        merges.append((own.get(left, left), own.get(right, right)))
+        if len(parts) != 2 or parts[0] not in own or parts[1] not in own or parts[0] + parts[1] not in own:
+            raise ConvertError(_damaged(origin, hf_checks.merge_damage([entry], own) or ""))
+        merges.append((own[parts[0]], own[parts[1]]))
     return merges
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import io
 from dataclasses import dataclass
 
 from convert.errors import ConvertError, Problem
@@ -69,6 +70,10 @@ PUBLISHED = (
 )
 
 
+#: The largest published list (``o200k_base``) has 199,998.
+_MOST_RANKS = 800_000
+
+
 def is_ranks(raw: bytes) -> bool:
     """Whether ``raw`` starts with a line of a base64 token and a whole number."""
     parts = raw.split(b"\n", 1)[0].split()
@@ -91,7 +96,7 @@ def parse(raw: bytes, *, origin: str, pre: str | None = None) -> Tokenizer:
     Raises:
         ConvertError: A line is damaged, ranks have gaps, or the vocabulary is unknown and ``pre`` was not given.
     """
-    ranks = _read(raw, origin)
+    ranks = read(raw, origin)
     published = next((row for row in PUBLISHED if row.ranks == len(ranks)), None)
     if published is None and pre is None:
         raise ConvertError(
@@ -123,9 +128,21 @@ def parse(raw: bytes, *, origin: str, pre: str | None = None) -> Tokenizer:
     return tokenizer
 
 
-def _read(raw: bytes, origin: str) -> dict[bytes, int]:
+def read(raw: bytes, origin: str) -> dict[bytes, int]:
+    """The tokens of a rank file and their ranks, which are 0, 1, 2, … in some order.
+
+    Raises:
+        ConvertError: A line is damaged, there are more than any vocabulary has, or ranks have gaps or repeat.
+    """
+    if (lines := raw.count(b"\n")) > _MOST_RANKS:
+        message = f"{origin} has {lines:,} lines, more than any list of ranks."
+        raise ConvertError(
+            Problem(
+                "tokenizer_damaged", message, file=origin, found=lines, wanted=f"{_MOST_RANKS} at most", hint=WITHOUT
+            )
+        )
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(raw.splitlines(), 1):
+    for number, line in enumerate(io.BytesIO(raw), 1):
         if not line.strip():
             continue
         try:

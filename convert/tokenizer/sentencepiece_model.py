@@ -22,6 +22,7 @@ from convert.tokenizer.tokenizer import (
     USER_DEFINED,
     WITHOUT,
     Tokenizer,
+    duplicate_token,
 )
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -74,6 +75,15 @@ def parse(raw: bytes, *, origin: str) -> Tokenizer:
                 hint=f"Fetch it again. {WITHOUT}",
             )
         ) from error
+    if wrong := _incomplete(tokens, types):
+        raise ConvertError(
+            Problem(
+                "tokenizer_damaged",
+                f"{origin} is a SentencePiece model that SentencePiece itself refuses: {wrong}.",
+                file=origin,
+                hint=f"Fetch it again. {WITHOUT}",
+            )
+        )
     kind_name = _TYPES.get(trainer.get(_MODEL_TYPE, 1))
     if kind_name is None:
         raise ConvertError(
@@ -95,6 +105,16 @@ def parse(raw: bytes, *, origin: str) -> Tokenizer:
             tokenizer.special[role] = index
     _rules(tokenizer, trainer, normalizer)
     return tokenizer
+
+
+def _incomplete(tokens: list[str], types: list[int]) -> str | None:
+    """What ``ModelInterface::InitializePieces`` of ``model_interface.cc`` refuses, in words, or None."""
+    if types.count(UNKNOWN) != 1:
+        return f"{types.count(UNKNOWN)} of its {len(tokens):,} pieces are of the type for unknown text, not one"
+    if len(set(tokens)) < len(tokens):
+        problem = duplicate_token(tokens)
+        return None if problem is None else f"two of its pieces are {problem.found!r}"
+    return None
 
 
 def _rules(tokenizer: Tokenizer, trainer: dict[int, Any], normalizer: dict[int, Any]) -> None:

@@ -6,20 +6,19 @@ how text becomes ids, except through the tokens they add.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from convert.errors import ConvertError, Problem
+from convert.tokenizer import json_text, sidecar_checks
 from convert.tokenizer.hf_files import AddedToken
+from convert.tokenizer.json_text import MAX_BYTES
 from convert.tokenizer.tokenizer import ROLES, SENTENCEPIECE, Tokenizer
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 #: Classes of transformers that add nothing by themselves: where ``tokenizer.json`` has no template, there is no bos.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-#: The largest ``tokenizer.json`` that is published has 35 MB.
-MAX_BYTES = 96 << 20
 TEMPLATE, TEMPLATE_JSON, TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 
 
@@ -34,8 +33,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        value = json_text.load(path.read_bytes(), constants=True)
+    except ValueError as error:
         raise ConvertError(
             Problem("json", f"{path.name} is not JSON: {error}.", file=str(path), hint="Fetch the file again.")
         ) from error
@@ -46,6 +45,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def damaged(path: Path, what: str) -> Problem:
+    """The finding for a file whose content is of the wrong kind."""
+    return Problem(
+        "tokenizer_damaged",
+        f"{path.name} cannot be used: {what}.",
+        file=str(path),
+        hint="Fetch it again, or move it away: only special tokens and the chat template are there.",
+    )
+
+
 def apply(tokenizer: Tokenizer, folder: Path) -> None:
     """Complete ``tokenizer`` with what the files in ``folder`` say.
 
@@ -53,6 +62,11 @@ def apply(tokenizer: Tokenizer, folder: Path) -> None:
         ConvertError: One of the files is not JSON, or not of the known form.
     """
     config = read_json(folder / CONFIG)
+    checks = {CONFIG: sidecar_checks.config_damage, MAP: sidecar_checks.config_damage}
+    checks[ADDED] = sidecar_checks.added_file_damage
+    wrong = {name: check(config if name == CONFIG else read_json(folder / name)) for name, check in checks.items()}
+    if any(wrong.values()):
+        raise ConvertError(damaged(folder / name, what) for name, found in wrong.items() for what in found)
     try:
         _apply(tokenizer, folder, config)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -5,13 +5,21 @@ The kind is decided by content: three different things are called ``tokenizer.mo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from convert.errors import ConvertError, Problem, UsageError
-from convert.tokenizer import bytelevel, hf_json, pretokenizers, ranks, sentencepiece_model, sidecars
+from convert.tokenizer import (
+    bytelevel,
+    hf_checks,
+    hf_json,
+    json_text,
+    pretokenizers,
+    ranks,
+    sentencepiece_model,
+    sidecars,
+)
 from convert.tokenizer.tokenizer import BYTE_LEVEL, WITHOUT, Tokenizer
 
 #: In order of preference. ``tokenizer.json`` first: transformers takes it, and it has the tokens added later.
@@ -88,7 +96,7 @@ def _candidates(folder: Path) -> list[Path]:
 def _read_first(candidates: list[Path], folder: Path, pre: str | None) -> Tokenizer:
     refused: list[str] = []
     for path in candidates:
-        if path.stat().st_size > sidecars.MAX_BYTES:
+        if path.stat().st_size > json_text.MAX_BYTES:
             refused.append(f"{path.name} has more bytes than any tokenizer")
             continue
         raw = path.read_bytes()
@@ -126,8 +134,8 @@ def _parse(path: Path, raw: bytes, pre: str | None) -> tuple[Tokenizer | None, s
     """The tokenizer, or None and why there is none."""
     if raw.lstrip()[:1] == b"{":
         try:
-            tree = json.loads(raw)
-        except (ValueError, RecursionError) as error:
+            tree = json_text.load(raw)
+        except ValueError as error:
             return None, f"is not whole JSON ({error})"
         return _json(path, tree, pre)
     if ranks.is_ranks(raw):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from convert.errors import Problem
+from convert.tokenizer.hf_checks import SPARE_IDS
 from convert.tokenizer.hf_files import AddedToken
 from convert.tokenizer.pretokenizers import Pretokenizer
 
@@ -100,9 +101,15 @@ class Tokenizer:
         return {f"{role}_token_id": self.special[role] for role in ("bos", "eos", "pad") if role in self.special}
 
     def add(self, tokens: Iterable[AddedToken]) -> None:
-        """Add (or replace) added tokens; ids beyond the end leave unused padding in between."""
+        """Add (or replace) added tokens; ids beyond the end leave unused padding in between.
+
+        Raises:
+            ValueError: An id is negative, or so far beyond the end that no model has that many rows.
+        """
         known = {token.id: token for token in self.added}
         for token in tokens:
+            if not 0 <= token.id < 2 * len(self.tokens) + SPARE_IDS:
+                raise ValueError(f"the added token {token.content!r:.60} has the id {token.id!r:.60}")
             while len(self.tokens) <= token.id:
                 self.types.append(UNUSED)
                 self.tokens.append(padding_token(len(self.tokens)))

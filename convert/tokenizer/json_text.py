@@ -1,0 +1,66 @@
+"""The JSON of tokenizer files: parsed, or refused before it takes memory that no real one takes.
+
+A file from a stranger may hold millions of empty lists, which take sixty times their bytes. What the values mean is
+the business of :mod:`convert.tokenizer.hf_checks`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+#: The largest ``tokenizer.json`` that is published has 35 MB.
+MAX_BYTES = 96 << 20
+#: How often a character may occur. A vocabulary of 262,144 with 514,906 merges as pairs (the largest published) has
+#: 520,000 lists, 1.3 million commas and 2.6 million quotes.
+_MOST_MARKS = {b"[": 1_500_000, b"{": 400_000, b",": 3_000_000, b'"': 6_000_000}
+#: Python keeps a text with one emoji in four bytes per character.
+_MOST_WIDE = 48 << 20
+#: Bytes that begin a character beyond U+FFFF in UTF-8.
+_WIDE = [bytes([first]) for first in range(0xF0, 0xF5)]
+_PIECE = 1 << 20
+
+
+def load(raw: bytes, *, texts: bool = True, constants: bool = False) -> Any:
+    """The value in a JSON file.
+
+    Args:
+        raw: The file.
+        texts: Without, texts beyond ASCII come as their UTF-8 bytes, one character each: a quarter of the memory, and
+            enough to count and compare.
+        constants: Let ``NaN`` and ``Infinity`` pass, which only Python's JSON knows.
+
+    Raises:
+        ValueError: It is no JSON, no UTF-8, or holds more than any tokenizer; the message says which.
+    """
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"it has {len(raw):,} bytes, more than any tokenizer")
+    for mark, most in _MOST_MARKS.items():
+        if raw.count(mark) > most:
+            raise ValueError(f"it holds more than {most:,} times {mark.decode()!r}, more values than any tokenizer")
+    if texts and len(raw) > _MOST_WIDE and any(first in raw for first in _WIDE):
+        raise ValueError(f"it has {len(raw):,} bytes of text beyond ASCII, more than any tokenizer")
+    try:
+        if not texts:
+            _want_utf8(raw)
+        text = raw.decode("utf-8-sig" if texts else "latin-1")
+        text = text if texts else text.removeprefix("\xef\xbb\xbf")
+        return json.loads(text, parse_constant=None if constants else _no_constant)
+    except RecursionError:
+        raise ValueError("it is nested deeper than any tokenizer") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no UTF-8 (byte {error.start:,})") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _want_utf8(raw: bytes) -> None:
+    """Decode in pieces, for the error alone; no two characters share a byte that could begin one."""
+    import codecs
+
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for at in range(0, len(raw), _PIECE):
+        decoder.decode(raw[at : at + _PIECE])
+    decoder.decode(b"", final=True)
