@@ -6,27 +6,19 @@ writing, in the order in which the plan reads, so that one read from the disk se
 compares a share. ``validate --scan`` and ``--hash`` do so too. ``load_into``, ``verify``, ``diff`` and ``inspect`` do
 not: they leave no file that would outlive the damaged one.
 
-A CRC of zero states nothing: it is what torch writes under ``torch.serialization.set_crc32_options(False)``, and for
-storages left empty by ``torch.serialization.skip_data()``.
+What comes from the Hub without being kept here is compared as it passes (:mod:`convert.hub.crcs`).
 """
 
 from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from convert.clamp import within
 from convert.errors import ConvertError, Problem
-from convert.formats.crc import crc32_combine
-from convert.formats.spec import TensorSpec
-from convert.formats.zip_directory import ZipDirectory
-from convert.io_errors import reading
-from convert.report import fold_names
 from convert.source import FilePool
+from convert.storages import Storage, put_in_order, storages
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -39,52 +31,6 @@ SMALL = 256 << 20
 _AHEAD = 256 << 20
 _PIECE = 16 << 20
 _READ = 1 << 20
-
-
-@dataclass(slots=True)
-class _Storage:
-    """Where a storage lies, what CRC its archive states, the tensors in it, and the CRCs of its pieces read so far.
-
-    ``due`` is how many bytes of the source a plan reads before it comes to this one.
-    """
-
-    key: tuple[Path, str]
-    offset: int
-    nbytes: int
-    wanted: int
-    names: list[str] = field(default_factory=list)
-    due: int = 0
-    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    seen: int = 0
-    found: int | None = None
-
-    def add(self, at: int, length: int, crc: int) -> None:
-        """A piece has been read."""
-        self.parts[at] = length, crc
-        self.seen += length
-        if self.seen == self.nbytes:
-            found = 0
-            for _, (length, crc) in sorted(self.parts.items()):
-                found = crc32_combine(found, crc, length)
-            self.found = found
-            self.parts.clear()
-
-    def problem(self) -> Problem | None:
-        """What is wrong with it, once all of it has been read."""
-        if self.found in (None, self.wanted):
-            return None
-        file = self.key[0]
-        what = f"the {self.nbytes:,} bytes of {', '.join(fold_names(self.names))}"
-        return Problem(
-            "crc",
-            f"{file.name}: {what} do not have the CRC-32 that the archive states.",
-            tensor=self.names[0],
-            file=str(file),
-            found=f"{self.found:08x}",
-            wanted=f"{self.wanted:08x}",
-            hint="The file was damaged or changed after it was written: fetch it again, and compare its hash with the "
-            "published one (convert validate --hash, or --checksums FILE).",
-        )
 
 
 def compare_crcs(
@@ -108,7 +54,9 @@ def compare_crcs(
     Raises:
         ConvertError: The system cannot read a file, or it is damaged or shorter than before.
     """
-    reader = _Reader(ckpt.pool, _storages(ckpt), cancel or threading.Event(), progress or (lambda _: None))
+    reader = _Reader(
+        ckpt.pool, storages(ckpt) if ckpt.pool.local else [], cancel or threading.Event(), progress or (lambda _: None)
+    )
     try:
         reader.start(threads)
         reader.wait()
@@ -128,8 +76,8 @@ class Beside:
     """
 
     def __init__(self, plan: ConversionPlan, cancel: threading.Event) -> None:
-        self._storages = _storages(plan.source)
-        self._bytes = _put_in_order(self._storages, plan)
+        self._storages = storages(plan.source) if plan.source.pool.local else []
+        self._bytes = put_in_order(self._storages, plan)
         self._small = sum(s.nbytes for s in self._storages) <= SMALL
         self._reader = _Reader(plan.source.pool, self._storages, cancel)
         self._cancel = cancel
@@ -186,17 +134,17 @@ class _Reader:
     def __init__(
         self,
         pool: FilePool,
-        storages: list[_Storage],
+        wanted: list[Storage],
         cancel: threading.Event,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self.storages = storages
+        self.storages = wanted
         self.pace: float | None = None
         self._pool = pool
         self._cancel = cancel
         self._progress = progress
         self._news = threading.Condition()
-        self._pieces: Iterator[tuple[_Storage, int, int]] = iter(())
+        self._pieces: Iterator[tuple[Storage, int, int]] = iter(())
         self._running = 0
         self._written = 0
         self._stop = False
@@ -293,7 +241,7 @@ class _Reader:
                 self._running -= 1
                 self._news.notify_all()
 
-    def _next(self) -> tuple[_Storage, int, int] | None:
+    def _next(self) -> tuple[Storage, int, int] | None:
         with self._news:
             piece = next(self._pieces, None)
             while piece is not None and not self._stopped() and self._early(piece[0].due + piece[1]):
@@ -306,7 +254,7 @@ class _Reader:
     def _stopped(self) -> bool:
         return self._stop or self._cancel.is_set()
 
-    def _crc(self, storage: _Storage, start: int, length: int, buffer: memoryview) -> int | None:
+    def _crc(self, storage: Storage, start: int, length: int, buffer: memoryview) -> int | None:
         """The CRC-32 of a piece; None when reading was stopped."""
         found = 0
         for at in range(start, start + length, _READ):
@@ -316,60 +264,3 @@ class _Reader:
             self._pool.read_into(storage.key[0], part, storage.offset + at)
             found = zlib.crc32(part, found)
         return found
-
-
-def _storages(ckpt: Checkpoint) -> list[_Storage]:
-    """Every storage that holds a tensor of the checkpoint and has a CRC, in the order of the files."""
-    if ckpt.format not in ("torch", "dcp") or not ckpt.pool.local:
-        return []
-    named: dict[Path, dict[str, tuple[TensorSpec, list[str]]]] = {}
-    for name, specs in ckpt.tensors.items():
-        for leaf in _leaves(specs):
-            if leaf.storage is not None:
-                names = named.setdefault(leaf.file, {}).setdefault(leaf.storage, (leaf, []))[1]
-                names += [name] if name not in names else []
-    found: list[_Storage] = []
-    for path, storages in named.items():
-        if ckpt.format == "dcp":  # each chunk is an archive of its own, and its only tensor fills its only storage
-            found += [
-                _Storage((path, key), spec.offset, spec.nbytes, spec.crc, names)
-                for key, (spec, names) in storages.items()
-                if spec.crc and spec.nbytes
-            ]
-            continue
-        with reading(path), open(path, "rb", buffering=0) as file:
-            directory = ZipDirectory(file, path)
-            root = next(n for n in directory.entries if n.endswith("/data.pkl") and n.count("/") == 1)
-            root = root.removesuffix("data.pkl")
-            for key, (_, names) in storages.items():
-                entry = directory.entries.get(f"{root}data/{key}")
-                if entry is not None and entry.crc and entry.size:
-                    found.append(_Storage((path, key), directory.data_offset(entry), entry.size, entry.crc, names))
-    return sorted(found, key=lambda s: (str(s.key[0]), s.offset))
-
-
-def _leaves(specs: Sequence[TensorSpec]) -> Iterator[TensorSpec]:
-    """What lies in files: the tensors, the pieces of joined ones, the scales of FP8."""
-    for spec in specs:
-        if spec.parts:
-            yield from _leaves(spec.parts)
-        else:
-            yield spec
-        if spec.scale is not None:
-            yield from _leaves([spec.scale.spec])
-
-
-def _put_in_order(storages: list[_Storage], plan: ConversionPlan) -> int:
-    """Sort storages as the plan reads them, those that it does not read last; returns the bytes that it reads."""
-    first: dict[tuple[Path, str | None], int] = {}
-    at = 0
-    for output in plan.source.pool.ordered(plan.outputs) if storages else ():
-        for source in within(output.source):
-            spec = getattr(source, "spec", None)
-            for leaf in _leaves([spec]) if isinstance(spec, TensorSpec) else ():
-                first.setdefault((leaf.file, leaf.storage), at)
-                at += leaf.nbytes
-    for storage in storages:
-        storage.due = first.get(storage.key, at)
-    storages.sort(key=lambda s: s.due)
-    return at

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convert.errors import ConvertError, FormatError, Problem
+from convert.hub.crcs import PassingCrcs
 from convert.hub.intervals import Intervals
 from convert.hub.ranges import Ranges
 from convert.hub.repository import RemoteFile
 from convert.hub.stream import Stream, Wanted
 from convert.platform import read_at, write_at
 from convert.source import FilePool, FileSource, Source, StridedSource
+from convert.storages import storages
 
 if TYPE_CHECKING:
     from convert.journal import Finished
@@ -58,6 +60,7 @@ class RemotePool(FilePool):
         self._keeping = threading.Lock()
         self._one: dict[Path, threading.Lock] = {}
         self._stream: Stream | None = None
+        self._crcs = PassingCrcs([])
         self._begun = False  # from then on nothing more is kept
         self._remove = weakref.finalize(self, shutil.rmtree, folder, True)
 
@@ -149,7 +152,8 @@ class RemotePool(FilePool):
                     needed[path].add(start, stop)
         wanted = [self._wanted(path, needed[path]) for path in self._files]
         self._begun = True
-        self._stream = Stream(self.ranges, [w for w in wanted if w is not None])
+        self._crcs = PassingCrcs(storages(plan.source))
+        self._stream = Stream(self.ranges, [w for w in wanted if w is not None], self._crcs.passed)
         self.notes = [] if whole else ["pieces of an earlier run were not fetched again"]
 
     def _wanted(self, path: Path, needed: Intervals) -> Wanted | None:
@@ -170,7 +174,8 @@ class RemotePool(FilePool):
         """See :meth:`FilePool.finish`.
 
         Raises:
-            ConvertError: A file's SHA-256 is not what the repository says.
+            ConvertError: A file's SHA-256 is not what the repository says, or a storage's CRC-32 not what its archive
+                states.
         """
         if self._stream is None:
             return
@@ -179,7 +184,7 @@ class RemotePool(FilePool):
             found = stream.finish()
         finally:
             stream.close()
-        problems = []
+        problems: list[Problem] = []
         for path, sha256 in found.items():
             file = self._files[path]
             if sha256 == file.sha256:
@@ -195,11 +200,16 @@ class RemotePool(FilePool):
                     hint="Something between here and the Hub (a proxy, a mirror) changes files.",
                 )
             )
-        if problems:
-            raise ConvertError(problems)
+        notes, wrong = self._crcs.finish(self._kept.__getitem__, self._read_kept)
+        if problems or wrong:
+            raise ConvertError(problems or wrong)
+        self.notes += notes
         self.notes.append(
             f"{len(self.hashes)} of {len(self._files)} files passed whole, with the SHA-256 that the Hub states"
         )
+
+    def _read_kept(self, path: Path, buffer: memoryview, offset: int) -> None:
+        read_at(self._fds[path], buffer, offset)
 
     def close(self) -> None:
         """End the stream, close everything and remove the shadow."""

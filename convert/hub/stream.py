@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import hashlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,17 @@ class Stream:
     Args:
         ranges: Reads byte ranges.
         wanted: What is wanted, in order.
+        passed: Called with every chunk that came, once: its file, its first byte there, and its bytes.
     """
 
-    def __init__(self, ranges: Ranges, wanted: list[Wanted]) -> None:
+    def __init__(
+        self,
+        ranges: Ranges,
+        wanted: list[Wanted],
+        passed: Callable[[Path, int, bytearray], None] = lambda *_: None,
+    ) -> None:
         self._ranges = ranges
+        self._passed = passed
         self._chunks: list[_Chunk] = []
         self._places: dict[Path, tuple[list[int], list[_Chunk]]] = {}
         self._passing = {w.path: _Passing(w) for w in wanted if w.fd is not None}
@@ -190,6 +198,7 @@ class Stream:
         try:
             self._ranges.read_into(chunk.wanted.file, memoryview(data), chunk.start, cancel=lambda: self._stop)
             self._hash(chunk, data)
+            self._passed(chunk.wanted.path, chunk.start, data)
         except BaseException as error:
             chunk.error = error
         with self._news:
