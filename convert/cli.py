@@ -113,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The console script; under torchrun or srun, one of several ranks."""
     from convert.ranks import place
 
+    _open_streams()
     try:
         at = place()
     except ConvertError as error:
@@ -123,6 +124,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     from convert.ranks.command import run_rank
 
     sys.exit(run_rank(run, cli, sys.argv[1:] if argv is None else argv, at))
+
+
+def _open_streams() -> None:
+    """Nothing that is opened later gets the number of a closed standard stream; no letter is one too many for one.
+
+    A weights file that got number 2 would receive whatever a library prints there; and a console of another encoding
+    has no arrows.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        stream = getattr(sys, name)
+        if stream is None:
+            fd = os.open(os.devnull, os.O_RDWR)
+            if fd != number:
+                os.dup2(fd, number)
+                os.close(fd)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+        elif mode == "w" and stream.errors == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run(group: click.Command, argv: Sequence[str] | None = None) -> int:

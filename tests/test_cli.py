@@ -403,6 +403,30 @@ def test_standard_output_that_cannot_be_written(hf, tmp_path, words, closed):
     assert (out / "conversion.json").is_file() and shell("validate", out).returncode == 0
 
 
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_standard_streams_that_are_closed(hf, tmp_path, closed):
+    """As in some service managers: no file of the conversion gets their numbers."""
+    out = tmp_path / "out"
+    seen = (
+        "import os, sys; from convert import writer; real = writer.Writer.write_piece\n"
+        "def piece(self, *a): os.write(2, b'x'); assert min(self.fds) > 2; real(self, *a)\n"
+        "writer.Writer.write_piece = piece\nfrom convert.cli import main; main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", seen, "hf-to-scratch", str(hf), str(out), "--verify", "never", "--check", "full"]
+    done = subprocess.run(command, cwd=ROOT, timeout=60, preexec_fn=lambda: [os.close(number) for number in closed])
+    assert done.returncode == 0 and (out / "conversion.json").is_file()
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
+def test_a_console_of_another_encoding(hf, tmp_path, encoding):
+    out = tmp_path / "\u65e5\u672c"
+    command = [*PYTHON, "hf-to-scratch", str(hf), str(out), "--verify", "never"]
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, env=env)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "\\u65e5" in done.stdout and (out / "conversion.json").is_file()
+
+
 def test_version_help_and_no_command(capsys):
     assert call("--version") == 0
     assert "version" in capsys.readouterr().out
