@@ -139,7 +139,7 @@ def _open_streams() -> None:
             if fd != number:
                 os.dup2(fd, number)
                 os.close(fd)
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
         elif mode == "w" and stream.errors == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
