@@ -59,6 +59,10 @@ class StackMachine(ABC):
     def named(self, module: Any, name: Any) -> Any:
         """What stands for ``module.name``."""
 
+    @abstractmethod
+    def changed(self, target: Any, values: Any) -> None:
+        """Attributes or items are about to be set on an object."""
+
     def damage(self, why: str) -> FormatError:
         """The error for a pickle that cannot be followed."""
         return FormatError(
@@ -135,6 +139,8 @@ class StackMachine(ABC):
         """SETITEM, SETITEMS, DICT."""
         if len(flat) % 2:
             self.fail("a key without a value")
+        if type(target) is not dict:
+            self.changed(target, flat)
         if isinstance(target, Placeholder):
             if target.items is None:
                 target.items = {}
@@ -146,6 +152,8 @@ class StackMachine(ABC):
 
     def extend_list(self, target: Any, items: list[Any]) -> None:
         """APPEND, APPENDS, ADDITEMS."""
+        if type(target) is not list:
+            self.changed(target, items)
         if isinstance(target, Placeholder):
             if target.items is None:
                 target.items = []
@@ -214,11 +222,13 @@ class StackMachine(ABC):
         args = self.stack.pop()
         made = self.stack[-1] = self.call(self.stack[-1], args)
         if keywords is not None and isinstance(made, Placeholder):
+            self.changed(made, keywords)
             made.args = (args, keywords)  # nested, not joined: joining would copy a large tuple each time
 
     def op_build(self) -> None:
         """BUILD: a placeholder keeps the state; attributes of plain data mean nothing here."""
         state = self.stack.pop()
+        self.changed(self.stack[-1], state)
         if isinstance(self.stack[-1], Placeholder):
             self.stack[-1].state = state
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from convert.errors import FormatError, Problem
 from convert.formats import placeholders as names
+from convert.formats.dangerous_calls import Refusals
 from convert.formats.pickle_ops import I32, MAX_MEMO, U16, U32, StackMachine
 from convert.formats.placeholders import ElementType, Known, Placeholder, StorageRef, StorageType
 
@@ -65,7 +66,7 @@ def load(data: bytes, *, tensor: TensorBuilder, file: str, scale: int = 1) -> Un
         scale: How many times the bounds of a state dict are allowed, in bytes, operations and memory.
 
     Raises:
-        FormatError: The pickle is damaged or larger than any state dict.
+        FormatError: The pickle is damaged, larger than any state dict, or asks for something that would run.
     """
     check_size(len(data), file=file, scale=scale)
     machine = _Machine(data, tensor, file)
@@ -73,15 +74,26 @@ def load(data: bytes, *, tensor: TensorBuilder, file: str, scale: int = 1) -> Un
     collecting = gc.isenabled()
     gc.disable()  # half a million live tuples: each collection would walk them all and free none
     try:
-        root = machine.run()
+        root = _followed(machine)
+    except FormatError:
+        if machine.refusals.found:  # worse than being damaged, and Python would run it before it noticed that
+            machine.refusals.refuse(file)
+        raise
+    finally:
+        if collecting:
+            gc.enable()
+    if machine.refusals.found:
+        machine.refusals.refuse(file)
+    return Unpickled(root, machine.listed)
+
+
+def _followed(machine: _Machine) -> Any:
+    try:
+        return machine.run()
     except (IndexError, struct.error):
         raise machine.damage("it ends in the middle, or takes values that are not there") from None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise machine.damage(f"{type(error).__name__}: {str(error)[:200]}") from None
-    finally:
-        if collecting:
-            gc.enable()
-    return Unpickled(root, machine.listed)
 
 
 def check_size(count: int, *, file: str, scale: int = 1) -> None:
@@ -107,6 +119,7 @@ class _Machine(StackMachine):
         self.tensor = tensor
         self.tensors = 0
         self.listed: dict[str, int] = {}
+        self.refusals = Refusals()
         self.globals: dict[tuple[str, str], Any] = dict(names.KNOWN)
         self.storages: dict[tuple[str, str], StorageRef] = {}
 
@@ -192,6 +205,7 @@ class _Machine(StackMachine):
             self.fail("the arguments of a call are no tuple")
         if func is names.REBUILD_V2:
             return self.rebuild(args, 6, None)
+        self.refusals.called(func, args)
         if func is names.DICT:
             if not args or args[0] is None or isinstance(args[0], Placeholder | Known):  # a defaultdict's factory
                 return {}
@@ -210,12 +224,17 @@ class _Machine(StackMachine):
             if args[0] is names.FROM_TYPE:
                 self.fail("a tensor type inside a tensor type")
             return self.call(args[0], args[2])
+        if func is names.FROM_TYPE:
+            self.refusals.called(args[0], args[2])
         if func is names.ENCODE:
             return Placeholder("bytes", called=True, args=args)
         if func is names.RECONSTRUCT and len(args) == 3 and isinstance(args[0], Placeholder):
             made = self.unread(args[0].name, args)  # an object of protocols 0 and 1: class, base, base's value
             made.items = args[2] if type(args[2]) in (dict, list) else None
             return made
+        if isinstance(func, Placeholder) and not func.called and func.name in names.GETATTR:
+            path = self.refusals.attribute(args)
+            return self.unread(func.name, args) if path is None else self.reached(path, args)
         if isinstance(func, Placeholder | Known):
             return self.unread(func.name, args)
         if isinstance(func, StorageType | ElementType):
@@ -226,6 +245,11 @@ class _Machine(StackMachine):
         """A listed placeholder for an instance."""
         self.listed[name] = self.listed.get(name, 0) + 1
         return Placeholder(name, called=True, args=args)
+
+    def reached(self, path: str, args: Any) -> Placeholder:
+        """What ``getattr`` finds in a class or an object: a name of its own, such as a class inside a class."""
+        self.listed.setdefault(path, 0)
+        return Placeholder(path, args=args)
 
     def rebuild(self, args: tuple[Any, ...], least: int, element: Any) -> Any:
         """A tensor from ``(storage, offset, size, stride, requires_grad, hooks[, metadata])``."""
@@ -281,4 +305,10 @@ class _Machine(StackMachine):
             dotted = f"{module}.{name}"  # a hostile name may hold terminal escapes
             found = self.globals[module, name] = Placeholder(dotted if dotted.isprintable() else ascii(dotted))
             self.listed.setdefault(found.name, 0)
+            self.refusals.named(module, name, found.name)
         return found
+
+    def changed(self, target: Any, values: Any) -> None:
+        """Attributes or items are about to be set."""
+        self.refusals.changed(target)
+        self.refusals.values(values)

@@ -101,6 +101,8 @@ DICT = Known("collections.OrderedDict")
 SET = Known("builtins.set")
 ENCODE = Known("_codecs.encode")
 RECONSTRUCT = Known("copyreg._reconstructor")
+#: Read, but a placeholder: it is listed.
+GETATTR = frozenset(("builtins.getattr", "__builtin__.getattr"))
 
 #: Element types as torch names them, with ours.
 TORCH_TYPES = {
