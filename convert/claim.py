@@ -44,6 +44,7 @@ class Claim:
         self.folder = partial_folder(out, single=single)
         self.held = self.done = False
         self._made = [p for p in self.out.parents if not p.exists()]
+        self._seen = self._lying()
         self._lock = self.folder / LOCK_NAME
         self._fds: list[int] = []
 
@@ -75,6 +76,33 @@ class Claim:
                 )
             )
 
+    def _lying(self) -> frozenset[str]:
+        """What lies in the output, or where its files will be."""
+        try:
+            return frozenset(os.listdir(self.out.parent if self.single else self.out))
+        except OSError:
+            return frozenset()
+
+    def _refuse_newcomers(self) -> None:
+        """What somebody has put there since the run began was not there to be asked about: it is never replaced."""
+        new = self._lying() - self._seen
+        if self.single:
+            new &= set(os.listdir(self.folder)) - {LOCK_NAME, JOURNAL_NAME, _OLD}
+            found = [self.out.with_name(name) for name in sorted(new)]
+        else:
+            found = [self.out / name for name in sorted(new)]
+            if os.path.lexists(self.out) and not self.out.is_dir():
+                found = [self.out]
+        if found:
+            raise ConvertError(
+                Problem(
+                    "exists",
+                    f"{found[0]} was put there while this ran, and is not replaced.",
+                    file=str(found[0]),
+                    hint="Move it away, or choose another output.",
+                )
+            )
+
     def clear(self, *, keep: Collection[str] = ()) -> None:
         """Clear away what an earlier, unfinished run has left in the partial folder, but for files called ``keep``."""
         for path in self.folder.iterdir():
@@ -92,7 +120,7 @@ class Claim:
             except OSError:  # Windows opens no folders
                 pass
             try:
-                return self._hold(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644), self._lock)
+                return self._hold(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666), self._lock)
             except FileNotFoundError:
                 self._close()
         return False
@@ -144,7 +172,11 @@ class Claim:
 
         Args:
             announce: Told, before the first of several files is moved, which they are: name → ``[inode, bytes]``.
+
+        Raises:
+            ConvertError: Something has been put there meanwhile.
         """
+        self._refuse_newcomers()
         if self.single:
             sync_folder(self.folder)
             self._move_files(announce)
@@ -231,7 +263,7 @@ def sweep(out: Path, *, single: bool) -> None:
     try:
         folder = partial_folder(out, single=single)
         spent = not folder.is_symlink() and set(os.listdir(folder)) <= {LOCK_NAME}
-    except (OSError, RuntimeError):  # a link that goes in circles
+    except (OSError, RuntimeError, ValueError):  # a link that goes in circles; no name at all
         return
     if spent:
         claim = Claim(out, single=single)

@@ -11,7 +11,7 @@ from pathlib import Path
 from convert.errors import ConvertError, Problem
 
 #: Kinds of problems after which the same run may succeed, and so be resumed.
-TRANSIENT = frozenset({"disk_full", "write", "read", "memory", "rank_lost", "rank_stopped"})
+TRANSIENT = frozenset({"disk_full", "exists", "write", "read", "memory", "rank_lost", "rank_stopped"})
 
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 

@@ -106,7 +106,7 @@ class Journal:
         self._stop = self._settled = False
         self._thread: threading.Thread | None = None
         with writing(self.path):
-            self._fd = os.open(self.path, mode if kept else mode | os.O_TRUNC, 0o644)
+            self._fd = os.open(self.path, mode if kept else mode | os.O_TRUNC, 0o666)
             if kept is None:
                 os.write(self._fd, (json.dumps(identity) + "\n").encode())
             else:

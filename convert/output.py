@@ -14,10 +14,12 @@ from pathlib import Path
 from convert.errors import ConvertError, Problem, UsageError
 from convert.io_errors import io_problem, writing
 from convert.plan import ConversionPlan
-from convert.platform import write_at
+from convert.platform import is_mount, write_at
 
 #: Held by the run that writes into a partial folder.
 LOCK_NAME = ".lock"
+#: Follows an output's name while it is made.
+_PARTIAL = ".partial"
 
 
 #: Names that Windows keeps for devices, with any suffix; and letters that it has other uses for.
@@ -46,6 +48,13 @@ def check_target(
         out.resolve()
     except (OSError, RuntimeError):  # Python before 3.13 raises RuntimeError for links that go in circles
         raise UsageError(f"{out} is a link that leads nowhere.", hint="Choose another output.") from None
+    place = landing(out, single=plan.single_file)
+    if not place.name:
+        raise UsageError(f"{out} is no name for an output.", hint="Name a folder that shall be made.")
+    if place.name.endswith(_PARTIAL):  # another run would take it for its remains, and clear it away
+        raise UsageError(f"{out}: names in {_PARTIAL} are for what is not finished.", hint="Choose another output.")
+    if is_mount(place):  # a rename would fail in the end
+        raise UsageError(f"{out} is a mount point, which cannot be replaced.", hint=f"Name a place in it: {out}/model.")
     if plan.single_file:
         _check_files(plan, out, overwrite=overwrite, resume=resume)
     else:
@@ -56,7 +65,7 @@ def check_target(
             f"the source lies in {partial}, where this output would be prepared.",
             hint="Choose another output, or rename that folder.",
         )
-    parent = landing(out, single=plan.single_file).parent
+    parent = place.parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
@@ -206,7 +215,7 @@ def landing(out: Path, *, single: bool) -> Path:
 def partial_folder(out: Path, *, single: bool) -> Path:
     """Where output is prepared: beside the place where it will be."""
     place = landing(out, single=single)
-    return place.with_name(place.name + ".partial")
+    return place.with_name(place.name + _PARTIAL)
 
 
 def remove(path: Path) -> None:
@@ -233,7 +242,7 @@ def write_sidecar(folder: Path, name: str, value: bytes | Path) -> None:
             raise ConvertError(io_problem(error, value, writing=False)) from error
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
         try:
             write_at(fd, data, 0)
             os.fsync(fd)

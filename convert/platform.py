@@ -16,6 +16,8 @@ from functools import lru_cache
 #: ``renameat2``).
 DISABLED: set[str] = set()
 
+#: What is mounted where, on Linux.
+MOUNTS = "/proc/self/mountinfo"
 _COPY_BYTES = 8 << 20
 #: Bytes per write. Linux 6 puts the page cache's pages together as large as one write is, and looks for them: of
 #: 2 MiB pieces some took 4 s of system time per 2 GB, pieces of 256 KiB never more than 0.7 s (measured on 6.18, ext4).
@@ -194,6 +196,21 @@ def lock_file(fd: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def is_mount(path: str | os.PathLike[str]) -> bool:
+    """Whether something is mounted just there, be it another folder (or file) of the same disk."""
+    if os.path.ismount(path):
+        return True
+    try:
+        with open(MOUNTS, "rb") as file:
+            places = {line.split()[4] for line in file}
+    except (OSError, IndexError):
+        return False
+    real = os.fsencode(os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)))
+    for letter in b"\\", b" ", b"\t", b"\n":  # the list has them as octal numbers
+        real = real.replace(letter, b"\\%03o" % ord(letter))
+    return real in places
 
 
 def sync_data(fd: int) -> None:

@@ -161,7 +161,7 @@ def run(
             raise ConvertError(problems)
         with writing(out):
             if not plan.single_file:
-                journal.close(keep=False)
+                journal.close(keep=resume)  # should it not get its name
             claim.commit(journal.commit)
     except BaseException as error:
         keep = resume and claim.held and not claim.done and _may_go_on(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -342,3 +343,96 @@ def test_links_that_go_in_circles(plan, tmp_path):
     with pytest.raises((UsageError, OSError)):
         run(plan, tmp_path / "out", overwrite=True)
     assert names(tmp_path) == {"source", "out"}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
+def test_what_comes_into_the_output_meanwhile_is_never_replaced(plan, tmp_path, before, resume):
+    """It was not there to be asked about, with --overwrite or without."""
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    finished = names(run(plan, out).out)
+    if before == "nothing":
+        shutil.rmtree(out)
+
+    def somebody(_):
+        out.mkdir(exist_ok=True)
+        (out / "thesis.tex").write_text("years of work")
+
+    with pytest.raises(ConvertError, match=r"thesis\.tex was put there while this ran") as caught:
+        run(plan, out, overwrite=before != "nothing", resume=resume, progress=somebody)
+    assert (out / "thesis.tex").read_text() == "years of work"
+    assert names(out) == {"thesis.tex"} | (finished if before != "nothing" else set())
+    assert partial.exists() == resume and ("--resume goes on" in str(caught.value)) == resume
+    (out / "thesis.tex").rename(tmp_path / "safe.tex")
+    assert run(plan, out, overwrite=True, resume=resume).resumed > 0 or not resume
+    assert names(out) == finished and not partial.exists()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_file_that_comes_meanwhile_is_never_replaced(made, tmp_path, split):
+    sizes = {"split_max_size": 60_000} if split else {}
+    with convert.plan_conversion(made.path, "gguf", tokenizer=False, **sizes).source as source:
+        plan = convert.plan_conversion(source, "gguf", tokenizer=False, **sizes)
+        out = tmp_path / "out" / "out.gguf"
+        plan.bind(out)
+        last = out.with_name(plan.files[-1].name)
+        assert split == (last != out)
+        with pytest.raises(ConvertError, match="was put there while this ran"):
+            run(plan, out, progress=lambda _: last.write_text("mine"))
+        assert names(out.parent) == {last.name} and last.read_text() == "mine"
+        out.with_name("other.txt").write_text("in nobody's way")
+        run(plan, out, overwrite=True, progress=lambda _: out.with_name("another.txt").write_text("nor is this"))
+    assert {"other.txt", "another.txt", *(f.name for f in plan.files)} < names(out.parent)
+
+
+def test_a_file_where_the_folder_belongs_meanwhile(plan, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ConvertError, match="was put there while this ran"):
+        run(plan, out, progress=lambda _: out.write_text("mine"))
+    assert out.read_text() == "mine" and names(tmp_path) == {"out", "source"}
+
+
+def test_an_output_called_like_a_partial_folder(plan, made, tmp_path):
+    """The run to the name without the ending would clear it away."""
+    with pytest.raises(UsageError, match=r"names in \.partial"):
+        run(plan, tmp_path / "out.partial")
+    with pytest.raises(UsageError, match=r"names in \.partial"):
+        convert.convert_checkpoint(made.path, tmp_path / "out.partial", to="meta", overwrite=True)
+
+
+def test_the_root_is_no_output(plan, tmp_path):
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="no name for an output"):
+            run(plan, Path("/"), overwrite=overwrite)
+
+
+@pytest.mark.parametrize("how", ["a disk", "a folder of the same disk"])
+def test_a_mount_point_is_told_before_the_work(plan, tmp_path, monkeypatch, how):
+    """As a container's volume is one: a rename onto it fails, in the end."""
+    out = tmp_path / "a b\\c"
+    out.mkdir()
+    mounted = tmp_path.resolve() / "a\\040b\\134c"
+    if how == "a disk":
+        monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == out)
+    else:
+        table = tmp_path / "mountinfo"
+        table.write_text(f"36 35 98:0 / / rw - ext4 /dev/root rw\n37 36 98:0 /x {mounted} rw - ext4 /dev/root rw\n")
+        monkeypatch.setattr(platform, "MOUNTS", str(table))
+    with pytest.raises(UsageError, match="is a mount point"):
+        run(plan, out)
+    with pytest.raises(UsageError, match="is a mount point"):
+        check_target(plan, out, overwrite=True)
+    run(plan, out / "model")
+    assert names(out) == {"model"}
+
+
+def test_permissions_are_those_that_the_user_asks_for(plan, tmp_path):
+    """As for any new file: what the umask leaves, so that a group may share it."""
+    for mask in (0o077, 0o002, 0o022):
+        old = os.umask(mask)
+        try:
+            run(plan, tmp_path / f"{mask:o}")
+        finally:
+            os.umask(old)
+        assert {p.stat().st_mode & 0o777 for p in (tmp_path / f"{mask:o}").iterdir()} == {0o666 & ~mask}
+        assert (tmp_path / f"{mask:o}").stat().st_mode & 0o777 == 0o777 & ~mask
