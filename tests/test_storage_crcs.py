@@ -1,20 +1,24 @@
-"""CRCs of storages: files of torch.save, with and without, one byte changed, one of eight files."""
+"""CRCs of storages: files of torch.save, with and without, one byte changed, one of eight files; chunks of DCP."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 import convert
+from convert import storage_crcs
 from convert.cli import cli, run
 from convert.errors import ConvertError
 from convert.storage_crcs import compare_crcs
-from tests.fixtures import make_meta
+from tests.fixtures import make_meta, make_scratch
 
 
 def flip(path: Path, name: str) -> int:
@@ -125,3 +129,33 @@ def test_other_ways_of_torch(tmp_path: Path, way: str) -> None:
     if way == "one storage for all":
         assert "norm.weight" in problem.message
         assert "tok_embeddings" in problem.message
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_chunks_of_distributed_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """A byte of one chunk changed: torch's own reader loads it without a word."""
+    monkeypatch.setattr(storage_crcs, "SMALL", limit)
+    made = make_scratch(tmp_path / "start", "gqa8", dtype="bfloat16").path
+    state = load_file(made / "model.safetensors")
+    folder = tmp_path / "dcp"
+    dcp.save({"model": state, "optimizer": {"m": torch.ones(500)}}, checkpoint_id=folder, no_dist=True)
+    shutil.copy(made / "scratch_config.json", folder)
+    ours = tmp_path / "ours"
+    convert.convert_checkpoint(folder, ours, to="scratch", format="dcp")
+    for path in (folder, ours):
+        with convert.open_checkpoint(path) as ckpt:
+            assert compare_crcs(ckpt) == (len(state), [])
+            spec = ckpt.tensors["trf_blocks.1.ff.fc2.weight"][0]
+        data = bytearray(spec.file.read_bytes())
+        data[spec.offset + spec.nbytes - 1] ^= 1
+        spec.file.write_bytes(data)
+        assert kinds(path, scan=True) == ["crc"]
+        with pytest.raises(ConvertError) as caught:
+            convert.convert_checkpoint(path, tmp_path / "out", to="hf")
+        (problem,) = caught.value.problems
+        assert (problem.kind, problem.tensor, problem.file) == ("crc", "trf_blocks.1.ff.fc2.weight", str(spec.file))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "ours", "start"]
+    loaded = {"model": {n: torch.zeros_like(t) for n, t in state.items()}}
+    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    assert [n for n, t in state.items() if not torch.equal(t, loaded["model"][n])] == ["trf_blocks.1.ff.fc2.weight"]

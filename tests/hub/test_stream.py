@@ -210,6 +210,58 @@ def test_hashes_in_the_record(hub, tmp_path):
     assert convert.check("out").ok
 
 
+def _damaged(folder: Path) -> None:
+    """One byte in the middle of the largest tensor of one file, before anybody hashed it."""
+    with convert.open_checkpoint(folder) as ckpt:
+        spec = max((s for parts in ckpt.tensors.values() for s in parts), key=lambda s: (s.nbytes, str(s.file)))
+    data = bytearray(spec.file.read_bytes())
+    data[spec.offset + spec.nbytes // 2] ^= 1
+    spec.file.write_bytes(data)
+
+
+@pytest.mark.parametrize("source", ["bin", "meta"])
+def test_crcs_of_torch_files_are_compared_as_they_pass(hub, tmp_path, source):
+    """Damaged before it came to the Hub, whose SHA-256 is of what it was given."""
+    SOURCES[source](tmp_path / "m")
+    put(hub, "org/m", tmp_path / "m")
+    with convert.open_checkpoint(tmp_path / "m") as ckpt:
+        count = len({(s.file, s.storage) for parts in ckpt.tensors.values() for s in parts})
+    done = convert.convert_checkpoint("org/m", "out", to="scratch", download=False)
+    assert f"the CRC-32 of {count} storages compared as they passed" in done.notes
+    _damaged(tmp_path / "m")
+    put(hub, "org/bad", tmp_path / "m")
+    with pytest.raises(ConvertError) as error:
+        convert.convert_checkpoint("org/bad", "bad", to="scratch", download=False)
+    assert [p.kind for p in error.value.problems] == ["crc"]
+    with pytest.raises(ConvertError) as local:
+        convert.convert_checkpoint("m", "bad", to="scratch")
+    assert [p.found for p in local.value.problems] == [p.found for p in error.value.problems]
+    assert not Path("bad").exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_what_was_fetched_by_an_earlier_run_is_said_not_to_be_compared(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "_SMALL_GAPS", 0)
+    monkeypatch.setattr(pools, "_GAP_SHARE", 1000)
+    SOURCES["meta"](tmp_path / "m")
+    put(hub, "org/m", tmp_path / "m")
+    cancel, done = threading.Event(), 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        if done > 7e6:
+            cancel.set()
+
+    from convert import run
+
+    asked = {"to": "scratch", "download": False, "resume": True}
+    with pytest.raises(run.Cancelled):
+        convert.convert_checkpoint("org/m", "out", progress=progress, cancel=cancel, **asked)
+    notes = convert.convert_checkpoint("org/m", "out", **asked).notes
+    assert any("compared as they passed" in n for n in notes)
+    assert any("not compared: not all of them was fetched" in n for n in notes)
+
+
 def test_large_gaps_are_not_fetched(hub, tmp_path, monkeypatch):
     """A tensor that is not used, and too large to be fetched for a hash's sake."""
     monkeypatch.setattr(pools, "_SMALL_GAPS", 0)
