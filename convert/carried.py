@@ -7,6 +7,8 @@ along and fail in the reader's hands. Reading tokenizers is :mod:`convert.tokeni
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from convert.errors import Problem
@@ -32,25 +34,34 @@ _PARSED_BYTES = 1 << 20
 
 
 def carried(place: Path, own: Path) -> dict[str, Path]:
-    """The files that are carried.
+    """The files that are carried, and what bears the name of one without being a file.
 
     Args:
         place: Folder, or one file, of the tokenizer.
         own: The model's folder, whose generation settings are taken.
     """
     folder = place if place.is_dir() else place.parent
-    found = {n: folder / n for n in CARRIED if (folder / n).is_file()}
+    found = {n: folder / n for n in CARRIED if os.path.lexists(folder / n)}
     if place.is_file() and place.name != "tokenizer.json":
         found.pop("tokenizer.json", None)
     if folder != own:
         found.pop("generation_config.json", None)
-        if (own / "generation_config.json").is_file():
+        if os.path.lexists(own / "generation_config.json"):
             found["generation_config.json"] = own / "generation_config.json"
     return found
 
 
+def unsound_files(found: Mapping[str, Path]) -> list[Problem]:
+    """What is wrong with any of the files that are to be carried."""
+    return [problem for path in found.values() if (problem := unsound(path)) is not None]
+
+
 def unsound(path: Path) -> Problem | None:
     """What is wrong with a file that is to be carried, or None. An empty ``merges.txt`` is not a file either."""
+    if not path.is_file():
+        what = "leads nowhere" if path.is_symlink() and not path.exists() else "is not a regular file"
+        hint = "Put the file there, or remove what is in its place; --no-tokenizer converts the weights alone."
+        return Problem("tokenizer", f"{path.name} {what}.", file=str(path), wanted="a file", hint=hint)
     kind = sniff(path)
     if kind in ("lfs", "html", "empty", "zeros"):
         return refuse_non_weights(path, kind).problems[0]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from convert import layered_rope, rope
+from convert.carried import carried as carried_files
+from convert.carried import unsound_files
 from convert.checkpoint import Checkpoint
 from convert.config import read_json
 from convert.errors import ConvertError, Problem, UsageError
@@ -132,6 +134,8 @@ def tokenizer_keys(source: Checkpoint, request: Request, notes: list[str]) -> di
     path = Path(request.tokenizer_path or source.folder)
     if not path.exists():
         raise UsageError(f"--tokenizer {path}: there is no such file or folder.")
+    if problems := unsound_files(carried_files(path, source.folder)):
+        raise ConvertError(problems)
     pre = request.gguf.pre
     tokenizer = read_tokenizer(path, pre=pre)
     config = source.raw_config if source.layout == "hf" else source.config

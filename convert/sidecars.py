@@ -11,7 +11,7 @@ from typing import Any
 
 from convert import config as configs
 from convert import rope
-from convert.carried import carried, unsound
+from convert.carried import carried, unsound_files
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Entry
 from convert.plan import ConversionPlan
@@ -120,8 +120,9 @@ def _generation(config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
 def _tokenizer(plan: ConversionPlan) -> dict[str, Any]:
     """Carry or rebuild the tokenizer; returns the special token ids it knows.
 
-    A tokenizer that cannot be rebuilt stops a conversion to Hugging Face, whose folders should load as they are; the
-    other layouts have no place for one, and it is a remark.
+    A tokenizer that cannot be rebuilt from a GGUF file stops a conversion to Hugging Face, whose folders should load as
+    they are; the other layouts have no place for one, and it is a remark. Files that are not what their names say stop
+    every conversion.
     """
     if not plan.request.tokenizer:
         return {}
@@ -139,7 +140,7 @@ def _tokenizer(plan: ConversionPlan) -> dict[str, Any]:
             if plan.request.target == "hf" and "tokenizer.json" not in plan.sidecars:
                 ids = _built(plan, place)
     except ConvertError as error:
-        if plan.request.target == "hf":
+        if plan.request.target == "hf" or source.layout != "gguf":
             raise
         plan.notes.append(f"no tokenizer files: {error.problems[0].message}")
     return ids
@@ -158,13 +159,11 @@ def tokenizer_place(plan: ConversionPlan) -> Path:
 
 
 def _carry(plan: ConversionPlan, place: Path) -> None:
-    """Put the tokenizer's files beside the output; a damaged one stops where the folder shall load as it is."""
+    """Put the tokenizer's files beside the output; none that only bears the name of one travels along."""
     found = carried(place, plan.source.folder)
-    problems = {name: problem for name, path in found.items() if (problem := unsound(path)) is not None}
-    if problems and plan.request.target == "hf":
-        raise ConvertError(problems.values())
-    plan.notes += [f"{name} was left behind: {problem.message}" for name, problem in problems.items()]
-    plan.sidecars |= {name: path for name, path in found.items() if name not in problems}
+    if problems := unsound_files(found):
+        raise ConvertError(problems)
+    plan.sidecars |= found
 
 
 def _built(plan: ConversionPlan, place: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
-from convert.carried import carried, unsound
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.dtypes import dtype
 from convert.errors import ConvertError, Problem, UsageError
@@ -188,9 +187,7 @@ def _validate(
         return out
     out.problems += matched.problems
     out.notes += matched.notes
-    if checkpoint.layout != "gguf":  # what a conversion would carry along, and refuse to
-        beside = carried(checkpoint.folder, checkpoint.folder).values()
-        out.problems += [problem for path in beside if (problem := unsound(path)) is not None]
+    _tokenizer(checkpoint, out, scan)
     out.notes += [f"{len(matched.ignored)} tensors are no weights and are not used"] if matched.ignored else []
     out.notes += [*_total_size(checkpoint), *_stated_dtype(checkpoint)]
     if not matched.problems:
@@ -204,6 +201,21 @@ def _validate(
         out.problems += check_module(checkpoint, model, names=names)
         out.checked += "; it loads into the module"
     return out
+
+
+def _tokenizer(checkpoint: Checkpoint, out: Validation, scan: bool) -> None:
+    """The tokenizer inside or beside it: whether its files can be used, and its ids have rows."""
+    from convert.tokenizer import audit
+
+    rows = int(checkpoint.config["vocab_size"])
+    if checkpoint.layout == "gguf":
+        found = audit.audit_gguf(checkpoint.metadata, rows=rows, full=scan)
+    else:
+        config = checkpoint.raw_config if checkpoint.layout == "hf" else {}
+        found = audit.audit(checkpoint.folder, rows=rows, config=config, full=scan)
+    out.problems += found.problems
+    out.notes += found.notes
+    out.checked += f"; {found.checked}" if found.checked else ""
 
 
 def _scan(checkpoint: Checkpoint, out: Validation, threads: int, progress: Callable[[int], None] | None) -> None:

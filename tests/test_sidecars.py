@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -228,15 +229,28 @@ def test_what_only_bears_a_tokenizers_name_is_not_carried(tmp_path, name, conten
     made = make_hf(tmp_path / "m", "gqa8", tokenizer=120)
     good = (made.path / "tokenizer.json").read_bytes()
     (made.path / name).write_bytes(good[: len(good) // 2] if content is None else content)
-    with pytest.raises(ConvertError, match=sentence) as caught:
-        convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
-    assert name in str(caught.value) and not (tmp_path / "out").exists()
-    for target in ("meta", "scratch"):  # there it is no part of the model: left behind, and said
-        summary = convert.convert_checkpoint(made.path, tmp_path / target, to=target)
-        assert any(n.startswith(f"{name} was left behind") for n in summary.notes)
-        assert not (tmp_path / target / name).exists()
+    for target in ("hf", "meta", "scratch", "gguf"):
+        with pytest.raises(ConvertError, match=sentence) as caught:
+            convert.convert_checkpoint(made.path, tmp_path / "out", to=target)
+        assert name in str(caught.value) and not (tmp_path / "out").exists()
+        assert "--no-tokenizer" in str(caught.value) or "again" in str(caught.value) or "lfs" in str(caught.value)
+    convert.convert_checkpoint(made.path, tmp_path / "bare", to="scratch", tokenizer=False)
     (made.path / name).unlink()
     convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "merges.txt"])
+@pytest.mark.parametrize("what", ["pipe", "folder", "dangling"])
+def test_what_is_no_file_is_not_passed_over(tmp_path, name, what):
+    """A link into a cache whose blob is gone, a pipe: the tokenizer would be missing, and nobody told."""
+    made = make_hf(tmp_path / "m", "gqa8", tokenizer=120)
+    (made.path / name).unlink(missing_ok=True)
+    make = {"pipe": os.mkfifo, "folder": os.mkdir, "dangling": lambda p: p.symlink_to("../blobs/0")}
+    make[what](made.path / name)
+    with pytest.raises(ConvertError, match="leads nowhere" if what == "dangling" else "not a regular file"):
+        convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch")
+    assert not (tmp_path / "out").exists()
+    convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch", tokenizer=False)
 
 
 def test_a_large_tokenizer_cut_in_the_middle(tmp_path):

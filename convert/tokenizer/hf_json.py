@@ -33,20 +33,25 @@ from convert.tokenizer.tokenizer import (
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
-def parse(tree: Mapping[str, Any], *, origin: str) -> Tokenizer:
+def parse(tree: Mapping[str, Any], *, origin: str, checked: bool = False) -> Tokenizer:
     """The tokenizer in the parsed content of a ``tokenizer.json``, whose list of merges is used up.
+
+    Args:
+        tree: The content.
+        origin: Name of the file, for messages.
+        checked: :func:`convert.tokenizer.hf_checks.damage` found nothing in it already.
 
     Raises:
         ConvertError: The model is of a kind no layout here can hold (WordPiece, WordLevel), or damaged.
     """
     try:
-        return _parse(tree, origin)
+        return _parse(tree, origin, checked)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise ConvertError(_damaged(origin, f"a part of it is not as it should be ({error!r})")) from error
 
 
-def _parse(tree: Mapping[str, Any], origin: str) -> Tokenizer:
-    if wrong := hf_checks.damage(tree):
+def _parse(tree: Mapping[str, Any], origin: str, checked: bool) -> Tokenizer:
+    if not checked and (wrong := hf_checks.damage(tree)):
         raise ConvertError([_damaged(origin, what) for what in wrong])
     model = tree["model"]
     kind = _kind(model, tree)

@@ -62,9 +62,9 @@ def apply(tokenizer: Tokenizer, folder: Path) -> None:
         ConvertError: One of the files is not JSON, or not of the known form.
     """
     config = read_json(folder / CONFIG)
-    checks = {CONFIG: sidecar_checks.config_damage, MAP: sidecar_checks.config_damage}
-    checks[ADDED] = sidecar_checks.added_file_damage
-    wrong = {name: check(config if name == CONFIG else read_json(folder / name)) for name, check in checks.items()}
+    wrong = {CONFIG: sidecar_checks.config_damage(config)}
+    wrong[MAP] = sidecar_checks.config_damage(read_json(folder / MAP))
+    wrong[ADDED] = sidecar_checks.added_file_damage(read_json(folder / ADDED))
     if any(wrong.values()):
         raise ConvertError(damaged(folder / name, what) for name, found in wrong.items() for what in found)
     try:

@@ -15,6 +15,7 @@ from convert.tokenizer import (
     hf_checks,
     hf_json,
     json_text,
+    merges_file,
     pretokenizers,
     ranks,
     sentencepiece_model,
@@ -184,8 +185,11 @@ def _vocabulary_and_merges(path: Path, vocab: Mapping[str, int], merges: Path, p
                 hint=f"Name the rules: --pre {' | '.join(pretokenizers.names())}.",
             )
         )
-    lines = merges.read_text(encoding="utf-8").split("\n")
-    body = [line for line in lines if line and not line.startswith("#version")]
+    if wrong := [*hf_checks.vocabulary_damage(vocab), *hf_checks.spread_damage(vocab.values())]:
+        raise ConvertError(sidecars.damaged(path, what) for what in wrong)
+    if what := merges_file.damage(merges.read_bytes(), None):
+        raise ConvertError(sidecars.damaged(merges, what))
+    body = merges_file.lines(merges.read_text(encoding="utf-8"))
     alphabet = bytelevel.char_to_byte()
     special = [text for text in vocab if text.startswith("<") and text.endswith(">") and len(text) > 2]
     made = {"".join(line.split(" ")) for line in body}
