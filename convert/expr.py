@@ -14,12 +14,27 @@ from typing import Any
 
 from convert.errors import TableError
 
+#: The longest expression; the tables' own have up to 160 characters. A nest of a thousand parentheses is no size.
+MAX_LENGTH = 500
+
+
+def _numeric(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Of numbers alone: a text times ten thousand million, or formatted that wide, would fill the memory."""
+
+    def of(a: Any, b: Any) -> Any:
+        if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+            return operation(a, b)
+        raise TypeError(f"{type(a).__name__} and {type(b).__name__} are not both numbers")
+
+    return of
+
+
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.Mult: _numeric(operator.mul),
+    ast.FloorDiv: _numeric(operator.floordiv),
+    ast.Mod: _numeric(operator.mod),
 }
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -57,10 +72,15 @@ class Expr:
     def __init__(self, text: str | int | float | bool, where: str = "") -> None:
         self.text = str(text)
         self.where = where
+        if len(self.text) > MAX_LENGTH:
+            many = f"{len(self.text):,} characters; at most {MAX_LENGTH} are read"
+            raise TableError(f"{where}: an expression of {many}: {self.text[:60]!r} …")
         try:
             tree = ast.parse(self.text, mode="eval")
         except SyntaxError as error:
             raise TableError(f"{where}: {self.text!r} is not an expression ({error.msg}).") from None
+        except (ValueError, RecursionError, MemoryError) as error:  # a zero byte; nested too deep
+            raise TableError(f"{where}: {self.text!r} is not an expression ({error or 'nested too deep'}).") from None
         for node in ast.walk(tree):
             if not isinstance(node, (*_LEAVES, *_BRANCHES)):
                 raise TableError(
@@ -84,7 +104,9 @@ class Expr:
         """
         try:
             return _walk(self._body, lookup)
-        except (TypeError, ZeroDivisionError, IndexError, KeyError) as error:
+        except RecursionError:
+            raise TableError(f"{self.where}: {self.text!r} is nested too deep.") from None
+        except (TypeError, ArithmeticError, IndexError, KeyError) as error:
             raise TableError(f"{self.where}: {self.text!r} cannot be computed: {error}.") from None
 
     def explain(self, lookup: Lookup) -> str:

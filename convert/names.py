@@ -7,7 +7,6 @@ family's, so that validation still means something.
 from __future__ import annotations
 
 import copy
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from convert.errors import TableError, UsageError
 from convert.resources import mappings_dir
 from convert.table import MappingTable, build, load_table
+from convert.table_files import load_toml
 from convert.table_types import check_types
 
 _KEYS = frozenset({"extends", "prefix", "convention", "top", "block", "fused", "title"})
@@ -44,11 +44,7 @@ def load_names(names: str | Path) -> MappingTable:
         raise UsageError(
             f"there is no names file {str(names)!r}.", hint=f"A path, or one of: {', '.join(ready_made()) or 'none'}."
         )
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TableError(f"{path.name}: not valid TOML: {error}.") from None
-    return names_table(raw, path.name)
+    return names_table(load_toml(path), path.name)
 
 
 def names_table(raw: Mapping[str, Any], source: str) -> MappingTable:

@@ -99,12 +99,17 @@ def error_lines(problems: Sequence[Problem], *, source: str | None = None, most:
         where = problem.file or source
         lead = "" if where is None or where == told or _names(problem.message, where) else f"{where}: "
         told = where
-        out.append(printable(f"error: {lead}{problem.message}"))
+        out.append(printable(f"error: {lead}{_cut(problem.message)}"))
         if problem.hint:
-            out.append(printable(f"       {problem.hint}"))
+            out.append(printable(f"       {_cut(problem.hint)}"))
     if len(folded) > most:
         out.append(f"… and {len(folded) - most} more.")
     return out
+
+
+def _cut(text: str, limit: int = 2000) -> str:
+    """A text of a stranger's file may be in it, of any length."""
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text):,} characters)"
 
 
 def _names(message: str, path: str) -> bool:

@@ -17,7 +17,7 @@ from convert.errors import TableError, UsageError
 from convert.expr import Expr
 from convert.layered_rope import RopeKind, read_section
 from convert.resources import mappings_dir
-from convert.table_files import load_head, resolve
+from convert.table_files import load_head, plain_name, resolve
 from convert.table_parts import Alias as Alias
 from convert.table_parts import BufferRow as BufferRow
 from convert.table_parts import ConfigRow as ConfigRow
@@ -115,8 +115,8 @@ def load_table(family: str) -> MappingTable:
         TableError: The table is wrong.
     """
     path = mappings_dir() / f"{family}.toml"
-    if not path.is_file():
-        raise UsageError(f"there is no family {family!r}.", hint=f"Families: {', '.join(families())}.")
+    if not plain_name(family) or not path.is_file():
+        raise UsageError(f"there is no family {family!r:.100}.", hint=f"Families: {', '.join(families())}.")
     return read_table(path)
 
 

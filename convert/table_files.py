@@ -1,4 +1,8 @@
-"""Table files as they are: TOML, with what one extends merged in. What they mean is :mod:`convert.table`'s matter."""
+"""Table files as they are: TOML, with what one extends merged in. What they mean is :mod:`convert.table`'s matter.
+
+They may come from strangers. TOML's parser is recursive, and quadratic in the parts of a dotted key: 40 KB can ask for
+gigabytes. So size, dots and depth are bounded.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,8 @@ _SECTIONS = ("config", "defaults", "presence", "fused", "ignore", "refuse", "cla
 _LISTS = ("fused", "ignore", "refuse", "alias", "metadata")
 #: How many tables may extend one another in a row.
 MAX_EXTENDS = 2
+#: Bounds of a file: bytes (the largest table has 18 KB), dots in a line (6), tables in tables (4).
+MAX_BYTES, MAX_DOTS, MAX_DEPTH = 1 << 20, 100, 16
 
 
 def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
@@ -55,7 +61,7 @@ def resolve(path: Path, *, _depth: int = 0) -> dict[str, Any]:
         return raw
     if _depth == MAX_EXTENDS:
         raise TableError(f"{path.name}: tables may extend at most {MAX_EXTENDS} levels deep.")
-    if Path(base).name != base:
+    if not plain_name(base):
         raise TableError(f"{path.name}: extends {base!r}, which is no plain name.")
     beside = path.with_name(f"{base}.toml")
     parent = beside if beside.is_file() else mappings_dir() / f"{base}.toml"
@@ -71,11 +77,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     Raises:
         TableError: It cannot be read, or is no TOML.
     """
-    text = _text(path)
-    try:
-        return dict(_parsed(text))
-    except tomllib.TOMLDecodeError as error:
-        raise TableError(f"{path.name}: not valid TOML: {error}.") from None
+    return dict(_loaded(_text(path), path.name))
 
 
 def load_head(path: Path) -> dict[str, Any]:
@@ -88,24 +90,51 @@ def load_head(path: Path) -> dict[str, Any]:
     """
     lines = _text(path).splitlines(keepends=True)
     end = next((i for i, line in enumerate(lines) if line.startswith("[")), len(lines))
-    try:
-        return tomllib.loads("".join(lines[:end]))
-    except tomllib.TOMLDecodeError as error:
-        raise TableError(f"{path.name}: not valid TOML: {error}.") from None
+    return _loaded("".join(lines[:end]), path.name)
+
+
+def plain_name(name: str) -> bool:
+    """Whether a name can be that of a file beside another one, and of no other."""
+    return 0 < len(name) <= 100 and name != ".." and Path(name).name == name and name.isprintable()
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe would be waited for, a device has no end
+            raise TableError(f"{path}: no regular file.")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise TableError(f"{path.name}: more than {MAX_BYTES:,} bytes, which no table has.")
+        text = raw.decode("utf-8").replace("\r\n", "\n")
+        if (dots := max((line.count(".") for line in text.splitlines()), default=0)) > MAX_DOTS:
+            raise TableError(f"{path.name}: a line with {dots:,} dots; no key has that many parts.")
+        return text
     except UnicodeDecodeError as error:
         raise TableError(f"{path.name}: not valid TOML: {error}.") from None
     except OSError as error:
         raise TableError(f"{path}: cannot be read: {error.strerror}.") from None
 
 
+def _loaded(text: str, name: str) -> dict[str, Any]:
+    try:
+        return _parsed(text)
+    except RecursionError:
+        raise TableError(f"{name}: nested too deep; tables have {MAX_DEPTH} levels at most.") from None
+    except ValueError as error:  # TOMLDecodeError is one, and so is a number of 5,000 digits
+        raise TableError(f"{name}: not valid TOML: {error}.") from None
+
+
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> dict[str, Any]:
-    return tomllib.loads(text)
+    raw = tomllib.loads(text)
+    level: list[Any] = [raw]
+    for _ in range(MAX_DEPTH):
+        below = (inner.values() if isinstance(inner, dict) else inner for inner in level)
+        level = [value for values in below for value in values if isinstance(value, (dict, list))]
+    if level:
+        raise RecursionError
+    return raw
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,3 +108,31 @@ def test_what_cannot_be_computed_names_the_row(text):
 def test_explain_shows_values():
     assert Expr("K*hd").explain(look) == "K*hd with K = 2, hd = 8"
     assert Expr("3").explain(look) == "3"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("(" * 5000 + "1" + ")" * 5000, "10,001 characters"),
+        ("-" * 100_000 + "1", "characters"),
+        ("-" * 499 + "1", None),
+        ("(" * 240 + "1" + ")" * 240, "too many nested"),
+        ("1\0", "not an expression"),
+        ("'a' * 10000000000", "not both numbers"),
+        ("(1,) * 10000000000", "not both numbers"),
+        ("'%9999999999d' % 1", "not both numbers"),
+        ("1.5 * " + "9" * 400, "cannot be computed"),
+        ("9" * 5000, "characters"),
+    ],
+)
+def test_an_expression_that_would_explode(text, said):
+    """Of a stranger's table: refused as it is read or as it is computed, and nothing is built first."""
+    if said is None:
+        try:
+            assert Expr(text, "row").evaluate(look) in (1, -1)
+        except TableError as error:  # as deep as the parser goes depends on Python
+            assert "nested too deep" in str(error)
+        return
+    with pytest.raises(TableError, match=said) as error:
+        Expr(text, "row").evaluate(look)
+    assert len(str(error.value)) < 1000

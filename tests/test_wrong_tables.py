@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import convert
 from convert.checkpoint import open_checkpoint
+from convert.errors import ConvertError, TableError
+from convert.names import load_names
 from convert.plan import Request, make_plan
 from convert.resources import mappings_dir
 from convert.run import run
@@ -103,3 +106,42 @@ def test_the_whole_tool_being_wrong_is_caught_by_a_right_one(tmp_path, fault):
     with open_checkpoint(made.path, table=wrong_table(tmp_path, "hf", fault)) as opened:
         run(make_plan(opened, Request("meta")), tmp_path / "out")
     assert convert.verify(made.path, tmp_path / "out", device="cpu").verdict == "fail"
+
+
+#: Files that no table is, of strangers: the words that refuse them.
+HOSTILE = {
+    "deep lists": ("a = " + "[" * 100_000, "nested too deep"),
+    "deep tables": ("a = " + "{a=" * 100_000, "nested too deep"),
+    "twenty levels": ("a = " + "[" * 20 + "]" * 20, "nested too deep"),
+    "dotted key": (".".join("a" * 20_000) + " = 1", "19,999 dots"),
+    "dotted header": ("[" + ".".join("a" * 20_000) + "]", "19,999 dots"),
+    "digits": ("a = " + "9" * 5000, "not valid TOML"),
+    "large": ("#" * (2 << 20), "more than 1,048,576 bytes"),
+    "no UTF-8": (b"\xff\xfe", "not valid TOML"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_at_once(name, tmp_path):
+    """As a table and as a names file; a dotted key of 40 KB once took 1.5 GB."""
+    import time
+
+    text, said = HOSTILE[name]
+    path = tmp_path / "evil.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for read in (read_table, load_names):
+        start = time.process_time()
+        with pytest.raises(TableError, match=said) as error:
+            read(path)
+        assert time.process_time() - start < 0.5 and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("base", ["../evil", "/etc/passwd", "a" * 5000, "a\0", "", ".."])
+def test_extends_is_a_plain_name(base, tmp_path):
+    path = tmp_path / "evil.toml"
+    path.write_text(f"extends = {json.dumps(base)}")
+    with pytest.raises(TableError, match="no plain name"):
+        read_table(path)
+    with pytest.raises(ConvertError, match="there is no family") as error:
+        load_names(path)
+    assert len(str(error.value)) < 400
