@@ -3,7 +3,7 @@
 ``BATCH`` holds the command lines as JSON, ``FAULT`` what shall happen: ``kill:1:5`` ends rank 1 with SIGKILL at its
 fifth piece, ``full:1:5`` lets its disk be full there, ``slow:0.1`` makes every piece of every rank take so many
 seconds, ``blind:1`` shows rank 1 no partial folder. ``LOST`` is how long a rank may be silent, ``CODES`` names a file
-for the exit codes of rank 0.
+for the exit codes of rank 0; with ``LARGE``, sources are taken for large ones.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ if __name__ == "__main__":
         from convert.ranks import crew
 
         crew.LOST_SECONDS = float(os.environ["LOST"])
+    if "LARGE" in os.environ:
+        from convert import storage_crcs
+
+        storage_crcs.SMALL = 0
     if "FAULT" in os.environ:
         _inject(os.environ["FAULT"], int(os.environ["RANK"]))
     sys.exit(run_all(json.loads(os.environ["BATCH"])))

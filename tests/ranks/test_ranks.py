@@ -15,7 +15,7 @@ import pytest
 
 import convert
 from convert.journal import JOURNAL_NAME
-from tests.fixtures import make_hf
+from tests.fixtures import make_hf, make_meta
 from tests.trust.kinds import KINDS, SHAPE, Kind, hashes, make_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +202,34 @@ def test_one_rank_s_failure_is_told_by_the_first_and_ends_all(folder, tmp_path):
     assert (lead[0], others[0][0]) == (1, 1)
     assert "a filesystem that all machines share" in lead[2]
     assert not list(out.parent.iterdir())
+
+
+@pytest.mark.slow
+def test_each_rank_compares_a_share_of_the_crcs_and_all_fail_together(tmp_path):
+    """Damage in either rank's share ends both; a sound source is the control, a small one is compared by rank 0."""
+    source = make_meta(tmp_path / "meta", "h32kv8", mp=2).path
+    sound = plain(kind("meta-to-scratch"), source, place(tmp_path, "x") / "out")
+    out = place(tmp_path, "outs") / "out"
+    command = words(kind("meta-to-scratch"), source, out, "--quiet")
+    assert torchrun(2, [command], LARGE="1").returncode == 0
+    assert hashes(out.parent) == sound
+    shutil.rmtree(out.parent)
+    with convert.open_checkpoint(source) as ckpt:
+        halves = ckpt.tensors["tok_embeddings.weight"]  # the largest storages, so dealt first: one to each rank
+    for rank, more in ((0, {"LARGE": "1"}), (1, {"LARGE": "1"}), (1, {})):
+        whole = halves[rank].file.read_bytes()
+        data = bytearray(whole)
+        data[halves[rank].offset] ^= 1
+        halves[rank].file.write_bytes(data)
+        lead, other = alone(
+            2, [words(kind("meta-to-scratch"), source, place(tmp_path, "outs") / "out", "--quiet")], **more
+        )
+        halves[rank].file.write_bytes(whole)
+        assert (lead[0], other[0]) == (1, 1)
+        assert lead[2].count("tok_embeddings.weight do not have the CRC-32") == 1
+        assert ("rank 1 (" in lead[2]) == bool(rank and more)
+        assert not list((tmp_path / "outs").iterdir())
+        (tmp_path / "outs").rmdir()
 
 
 @pytest.mark.slow
