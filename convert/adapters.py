@@ -12,22 +12,12 @@ from pathlib import Path
 from convert.config import read_json
 from convert.errors import ConvertError, FormatError, Problem
 
-#: Parts of names that ``peft`` uses for adapters' own tensors.
-_PEFT_PARTS = frozenset(
-    {
-        "lora_A",
-        "lora_B",
-        "lora_embedding_A",
-        "lora_embedding_B",
-        "lora_magnitude_vector",
-        "lora_a",
-        "lora_b",
-        "hada_w1_a",
-        "lokr_w1",
-        "ia3_l",
-        "vera_lambda_b",
-        "prompt_embeddings",
-    }
+#: Parts of names that ``peft`` uses for adapters' own tensors and for what it keeps of modules that were trained.
+_PEFT_PARTS = frozenset({"prompt_embeddings", "modules_to_save"})
+#: What such parts begin with, one of each kind of adapter.
+_PEFT_BEGINNINGS = (
+    *("lora_", "adapter", "adaption_", "hada_", "lokr_", "ia3_", "vera_", "vblora_", "oft_", "boft_", "fourierft_"),
+    *("randlora_", "hra_", "bone_", "miss_", "road_", "c3a_", "shira_", "ln_tuning_", "trainable_tokens_"),
 )
 #: ``x.lora.A`` and ``x.lora.B`` beside ``x.linear.weight``: the from-scratch book's Appendix E.
 _BOOK_LEAVES = frozenset({"A", "B"})
@@ -42,14 +32,14 @@ def adapter_names(names: Iterable[str]) -> tuple[list[str], bool]:
     found, book = [], False
     names = list(names)
     everything = "\n".join(names)
-    if "lora" not in everything and "adapter" not in everything and not any(p in everything for p in _PEFT_PARTS):
+    if not any(word in everything for word in ("lora", *_PEFT_PARTS, *_PEFT_BEGINNINGS)):
         return [], False
     for name in names:
         parts = name.split(".")
         if len(parts) > 2 and parts[-2] == "lora" and parts[-1] in _BOOK_LEAVES:
             found.append(name)
             book = True
-        elif not _PEFT_PARTS.isdisjoint(parts) or any(part.startswith(("lora_", "adapter")) for part in parts):
+        elif not _PEFT_PARTS.isdisjoint(parts) or any(part.startswith(_PEFT_BEGINNINGS) for part in parts):
             found.append(name)
     return found, book
 

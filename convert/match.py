@@ -297,7 +297,7 @@ def _dtype_problem(slot: Slot, specs: list[TensorSpec]) -> Problem | None:
         f"{slot.name!r} is {first.name}, which is no plain floating-point type.",
         tensor=slot.name,
         found=first.name,
-        hint="Packed or converted weights?",
+        hint="Packed weights, or a cast that lost them: take the checkpoint from before it.",
     )
 
 

@@ -16,6 +16,8 @@ from convert.table import MappingTable
 _PREFIX_PARTS = 3
 #: Two models in one state dict have at least so many names in common.
 _LEAST_COMMON = 3
+#: Of the names of one of them the other may lack so many; an encoder has less than this of a decoder's.
+_LEAST_SHARE = 0.7
 #: A trainer's module has a few attributes; in a file with thousands the model lies below one of the largest.
 _MOST_GROUPS = 50
 
@@ -63,6 +65,11 @@ def side_by_side(names: Iterable[str]) -> list[str]:
         if len(rests) >= _LEAST_COMMON:
             same.setdefault(frozenset(rests), []).append(first)
     alike = {first for group in same.values() if len(group) > 1 for first in group}
+    largest = sorted(same, key=len, reverse=True)[:_MOST_GROUPS]
+    for number, more in enumerate(largest):
+        for fewer in largest[number + 1 :]:  # an average without buffers, or without the head that is tied
+            if len(fewer) >= len(more) * _LEAST_SHARE and fewer < more:
+                alike.update(same[more] + same[fewer])
     return [first for first in below if first in alike]
 
 
@@ -75,7 +82,7 @@ def chosen_part(tensors: Tensors, key: str | None, notes: list[str]) -> Tensors:
     if key is None:
         if not (alike := side_by_side(tensors)):
             return tensors
-        message = f"The file holds {len(alike)} models with the same tensors: {' and '.join(alike)}."
+        message = f"The file holds {len(alike)} models with the same names: {' and '.join(alike)}."
         hint = f"Say which one with --key, for example --key {alike[0]}."
         raise UsageError(Problem("ambiguous", message, found=alike, wanted="one", hint=hint))
     start = f"{key}."

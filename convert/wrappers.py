@@ -23,7 +23,12 @@ from convert.trainers import no_model, refuse_megatron, refuse_pieces
 from convert.wrapped_config import config_around
 
 #: Path parts that wrappers of modules insert: torch.compile, DDP and DataParallel, FSDP, checkpointing.
-WRAPPER_PARTS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+WRAPPER_PARTS = frozenset(
+    {
+        *("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
+        *("_fpw_module", "_forward_module"),  # FSDP of fairscale and of torch 1.11; Lightning's Fabric
+    }
+)
 #: What ``peft`` puts in front of every name; harmless once the adapter is merged.
 _PEFT_PREFIX = "base_model.model."
 #: Beginnings of the keys under which trainers keep what is no model.
@@ -118,7 +123,7 @@ def _refuse_side_by_side(names: list[str], key: str, where: str | None) -> None:
     raise UsageError(
         Problem(
             "ambiguous",
-            f"The state dict holds {len(alike)} models with the same tensors: {' and '.join(keys)}.",
+            f"The state dict holds {len(alike)} models with the same names: {' and '.join(keys)}.",
             file=where,
             found=keys,
             wanted="one",
@@ -337,11 +342,12 @@ def _others(around: list[Any], key: str, state: dict[Any, Any]) -> list[str]:
         for name, leaf in state.items()
         if not isinstance(leaf, TensorSpec) or not isinstance(name, str)
     ]
+    taken = {id(x) for x in (*around, state, *state.values())}  # a part of names may be the key: its tensors are taken
     outer = [
         f"{str(name)[:80]} ({_describe(leaf)})"
         for value in around
         for name, leaf in (_items(value) or {}).items()
-        if key != str(name) and not key.startswith(f"{name}.") and not any(leaf is x for x in [*around, state])
+        if key != str(name) and not key.startswith(f"{name}.") and id(leaf) not in taken
     ]
     listed = inner + outer
     return listed if len(listed) <= 50 else [*listed[:50], f"{len(listed) - 50} more"]

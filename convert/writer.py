@@ -30,6 +30,8 @@ from convert.source import Source
 
 #: Bytes per piece that is copied inside the kernel.
 COPY_BYTES = 32 << 20
+#: What --dtype may be instead where values are too large for a type.
+_WIDER = {"F16": "bfloat16 or float32", "BF16": "float32"}
 
 Progress = Callable[[int], None]
 
@@ -145,7 +147,7 @@ class Writer:
             path = self.folder / file.name
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | fresh | getattr(os, "O_BINARY", 0), 0o644)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | fresh | getattr(os, "O_BINARY", 0), 0o666)
                 self.fds.append(fd)
                 reserve(fd, file.size)
         if self.journal is not None:
@@ -359,7 +361,8 @@ class Writer:
                             tensor=name,
                             found=cast.loss.overflowed,
                             wanted=0,
-                            hint="Choose --dtype bfloat16 or float32; --clamp stores the largest value instead.",
+                            hint=f"Choose --dtype {_WIDER.get(cast.dtype, 'keep')}; "
+                            "--clamp stores the largest value instead.",
                         )
                     )
         if problems:

@@ -154,6 +154,19 @@ def test_overflow_stops_with_every_tensor_named(made, tmp_path, target):
     convert.convert_checkpoint(made.path, tmp_path / "out", to=target, dtype="float32", **options)  # the control
 
 
+@pytest.mark.parametrize(
+    ("source", "value", "dtype", "hint"),
+    [("float32", 3.4e38, "bfloat16", "float32"), ("float64", 1e300, "float32", "keep")],
+)
+def test_overflow_names_a_type_that_is_wider(tmp_path, source, value, dtype, hint):
+    wide = make_hf(tmp_path / "wide", "gqa8", dtype=source)
+    changed(wide, lambda state: state["model.norm.weight"].fill_(value))
+    with pytest.raises(ConvertError, match=f"(?s)too large for .*--dtype {hint};"):
+        convert.convert_checkpoint(wide.path, tmp_path / "out", to="scratch", dtype=dtype)
+    assert left(tmp_path) == {"wide"}
+    convert.convert_checkpoint(wide.path, tmp_path / "out", to="scratch", dtype=hint)
+
+
 def test_what_becomes_zero_is_counted_once(made, tmp_path):
     def change(state):
         state["model.layers.0.mlp.up_proj.weight"][:4, 5] = 1e-9

@@ -157,6 +157,25 @@ def test_two_candidates_are_a_question(tmp_path: Path) -> None:
     check(opened(tree, tmp_path, "model"), STATE)
 
 
+def test_an_average_beside_the_model_in_one_dict(tmp_path: Path) -> None:
+    """Under first parts, as EMA modules save themselves; an average without buffers is one, too."""
+    other = Model(1).state_dict()
+    less = {name: tensor for name, tensor in other.items() if "running" not in name}
+    for average in (other, less):
+        tree = {f"net.{n}": t for n, t in STATE.items()} | {f"ema.module.{n}": t for n, t in average.items()}
+        with pytest.raises(UsageError, match="2 models with the same names: net and ema"):
+            opened(tree, tmp_path)
+        found = opened(tree, tmp_path, "net")
+        check(found, STATE)
+        assert not any("net." in item for item in found.others)  # what is converted is not listed as left behind
+        assert sum("ema." in item for item in found.others) == len(average)
+        assert {n: list(t.shape) for n, t in average.items()} == {
+            n: list(t.shape) for n, t in opened(tree, tmp_path, "ema").tensors.items()
+        }
+    half = {f"ema.{n}": t for n, t in list(other.items())[:4]}  # an encoder and a decoder have as much in common
+    assert len(opened({f"net.{n}": t for n, t in STATE.items()} | half, tmp_path).tensors) == len(STATE) + 4
+
+
 def test_a_model_beside_dotted_tensors_is_a_question(tmp_path: Path) -> None:
     """But a module's extra state inside the model is none."""
     with pytest.raises(UsageError, match="2 state dicts"):
@@ -181,6 +200,8 @@ PREFIXES = [
     lambda name: f"module.{name}",
     lambda name: f"_orig_mod.module.{name}",
     lambda name: f"module._orig_mod.{name}",
+    lambda name: f"_fsdp_wrapped_module._fpw_module.{name}",
+    lambda name: name.replace("trf_blocks.1.", "trf_blocks.1._forward_module."),
     lambda name: f"_fsdp_wrapped_module.{name}",
     lambda name: name.replace("trf_blocks.0.", "trf_blocks.0._orig_mod."),
     lambda name: name.replace("trf_blocks.", "_fsdp_wrapped_module.trf_blocks.") if "1" in name else name,
@@ -267,6 +288,10 @@ def test_adapters_of_peft_and_of_the_book(tmp_path: Path) -> None:
         opened({"model_state_dict": book}, tmp_path)
     assert "alpha / rank" in str(caught.value)
     refuse_adapters(STATE)  # control
+    for part in ("oft_R.default", "boft_s", "modules_to_save.default", "hada_w2_b", "vera_lambda_d", "lora_a"):
+        with pytest.raises(FormatError, match="merge_and_unload"):
+            refuse_adapters([*STATE, f"layers.0.q_proj.{part}.weight"])
+    refuse_adapters(["broad_way.weight", "layers.0.soft_max.weight", "layers.0.base_layer.weight"])
     refuse_adapters(["exploration.A", "floral.weight", "model.layers.0.linear.weight"])
 
 

@@ -26,6 +26,10 @@ MAX_TENSORS = 100_000
 _MAX_MARKS = {b"{": 1, b"[": 2, b",": 8, b'"': 16}
 _MAX_DIMS = 64
 _MAX_NAME = 10_000
+_UNKNOWN = (
+    "The file may be whole, but nothing here reads that type: cast or dequantise the tensors with the library that "
+    "wrote them, or take the unquantised model."
+)
 
 
 def read(path: Path) -> Container:
@@ -52,8 +56,9 @@ def read(path: Path) -> Container:
     metadata = header.pop("__metadata__", {}) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _broken(path, "has a __metadata__ that is not a map of strings", "Rewrite the file with safetensors.")
-    tensors, problems = _tensors(path, header, 8 + length)
-    problems += _coverage(path, tensors, 8 + length, size)
+    tensors, spare, problems = _tensors(path, header, 8 + length)
+    if spare is not None:
+        problems += _coverage(path, tensors, spare, 8 + length, size)
     if problems:
         raise FormatError(problems)
     return Container("safetensors", (path,), tensors, metadata)
@@ -95,21 +100,37 @@ def _whole(text: str) -> int | None:
     return int(text) if text != "-0" else None
 
 
-def _tensors(path: Path, header: Mapping[str, Any], base: int) -> tuple[dict[str, TensorSpec], list[Problem]]:
-    tensors: dict[str, TensorSpec] = {}
-    problems: list[Problem] = []
+_Span = tuple[int, int, str]
 
-    def bad(name: str, what: str) -> None:
-        problems.append(Problem("header", f"{path.name}: {name!r} {what}.", tensor=name, file=str(path)))
+
+def _tensors(
+    path: Path, header: Mapping[str, Any], base: int
+) -> tuple[dict[str, TensorSpec], list[_Span] | None, list[Problem]]:
+    """The readable tensors by offset, where the others lie (None: one of them does not say), and what is wrong."""
+    tensors: dict[str, TensorSpec] = {}
+    spare: list[_Span] = []
+    placed = True
+    problems: list[Problem] = []
+    begin: Any = None
+    end: Any = None
+
+    def bad(name: str, what: str, hint: str | None = None) -> None:
+        nonlocal placed
+        problems.append(Problem("header", f"{path.name}: {name!r} {what}.", tensor=name, file=str(path), hint=hint))
+        if _is_count(begin) and _is_count(end) and begin <= end:
+            spare.append((base + begin, base + end, name))
+        else:
+            placed = False
 
     for name, value in header.items():
+        begin = end = None
         try:
             kind, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         except (TypeError, KeyError, ValueError):
             bad(name, "lacks dtype, shape or two data_offsets")
             continue
         if type(kind) is not str or kind not in DTYPES or DTYPES[kind].block > 1:
-            bad(name, f"has the unknown dtype {kind!r:.200}")
+            bad(name, f"has the unknown dtype {kind!r:.200}", _UNKNOWN)
             continue
         if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(_is_count, shape)):
             bad(name, f"has the impossible shape {shape!r:.200}")
@@ -125,23 +146,22 @@ def _tensors(path: Path, header: Mapping[str, Any], base: int) -> tuple[dict[str
             bad(name, f"takes {end - begin:,} bytes, but {kind} {shape} needs {want:,}")
             continue
         tensors[name] = TensorSpec(name, kind, tuple(shape), path, base + begin)
-    return dict(sorted(tensors.items(), key=lambda item: item[1].offset)), problems
+    return dict(sorted(tensors.items(), key=lambda item: item[1].offset)), spare if placed else None, problems
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _coverage(path: Path, tensors: Mapping[str, TensorSpec], base: int, size: int) -> list[Problem]:
-    """Data must lie one after the other from the header to the end of the file."""
+def _coverage(path: Path, tensors: Mapping[str, TensorSpec], spare: list[_Span], base: int, size: int) -> list[Problem]:
+    """Data, also that of tensors that are not readable, must lie one after the other from the header to the end."""
     at, problems = base, []
-    for name, spec in tensors.items():
-        if spec.offset != at:
-            word = (
-                "overlaps the tensor before it" if spec.offset < at else f"leaves a gap of {spec.offset - at:,} bytes"
-            )
+    spans = [(spec.offset, spec.offset + spec.nbytes, name) for name, spec in tensors.items()]
+    for begin, end, name in sorted([*spans, *spare], key=lambda span: span[0]) if spare else spans:
+        if begin != at:
+            word = "overlaps the tensor before it" if begin < at else f"leaves a gap of {begin - at:,} bytes"
             problems.append(Problem("header", f"{path.name}: {name!r} {word}.", tensor=name, file=str(path)))
-        at = spec.offset + spec.nbytes
+        at = end
     if at != size and not problems:
         what = f"ends {at - size:,} bytes early" if at > size else f"has {size - at:,} bytes too many"
         problems.append(
