@@ -127,6 +127,7 @@ def tokenizer_keys(source: Checkpoint, request: Request, notes: list[str]) -> di
         return {"tokenizer.ggml.model": Str("none")}
     if source.layout == "gguf" and request.tokenizer_path is None:
         return None
+    from convert.tokenizer.sidecar_checks import wrong_ids
     from convert.tokenizer.source import read_tokenizer
     from convert.tokenizer.to_gguf import gguf_metadata
     from convert.tokenizer.tokenizer import SENTENCEPIECE
@@ -139,11 +140,18 @@ def tokenizer_keys(source: Checkpoint, request: Request, notes: list[str]) -> di
     pre = request.gguf.pre
     tokenizer = read_tokenizer(path, pre=pre)
     config = source.raw_config if source.layout == "hf" else source.config
+    rows, generation = int(source.config["vocab_size"]), generation_config(source, notes)
+    if wrong := wrong_ids(generation, rows):
+        place = str(source.folder / "generation_config.json")
+        hint = "Correct it, or move it away: the ids of the tokenizer and of config.json are taken then."
+        raise ConvertError(
+            Problem("config", f"generation_config.json: {what}.", file=place, hint=hint) for what in wrong.values()
+        )
     keys = gguf_metadata(
         tokenizer,
-        rows=int(source.config["vocab_size"]),
+        rows=rows,
         config=config,
-        generation_config=generation_config(source, notes),
+        generation_config=generation,
         pre=pre,
         model=source.table.gguf_tokenizer if tokenizer.kind == SENTENCEPIECE else None,
     )

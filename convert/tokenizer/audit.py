@@ -74,7 +74,7 @@ def audit(folder: Path, *, rows: int, config: Mapping[str, Any], full: bool = Fa
         path = files["chat_template.jinja"]
         for what in sidecar_checks.template_file_damage(path.read_bytes()):
             out.add(path, what)
-    _special_ids(out, folder / _CONFIG, config, main is not None)
+    _ids(out, folder / _CONFIG, config, fatal=main is not None)
     if main is not None and main in files and not out.checked:
         out.checked = f"{main} and what is beside it"
     if out.checked and not out.problems:
@@ -252,22 +252,11 @@ def _beside(out: Audit, path: Path) -> None:
     _range(out, path, (), new | {text: index for text, index in said.items() if text not in new})
 
 
-def _special_ids(out: Audit, path: Path, config: Mapping[str, Any], used: bool) -> None:
-    """The token ids of the config; without a tokenizer nobody uses them, and old defaults are common."""
-    _ids(out, path, config, fatal=used)
-
-
 def _ids(out: Audit, path: Path, config: Mapping[str, Any], *, fatal: bool) -> None:
-    for what in sidecar_checks.ids_damage(config):
-        out.add(path, what)
-    for key, ids in sidecar_checks.token_ids(config).items():
-        # -1 stood for "none" in the first configs of Llama.
-        beyond = [index for index in ids if not -1 <= index < out.rows]
-        if not beyond:
-            continue
-        what = f"its {key} is {brief(beyond[0])}, the embedding has {out.rows:,} rows"
+    """Token ids of a config; without a tokenizer nobody uses the model config's, and old defaults are common."""
+    for what in sidecar_checks.wrong_ids(config, out.rows).values():
         if fatal:
-            out.add(path, what, found=beyond[0] if abs(beyond[0]) < 1 << 63 else None, wanted=f"less than {out.rows}")
+            out.add(path, what)
         else:
             out.notes.append(f"{path.name}: {what}; without a tokenizer nothing uses it")
 

@@ -72,6 +72,8 @@ PUBLISHED = (
 
 #: The largest published list (``o200k_base``) has 199,998.
 _MOST_RANKS = 800_000
+#: Characters of base64 of the longest token that is believed; published ones have some hundred.
+_LONGEST = 1 << 16
 
 
 def is_ranks(raw: bytes) -> bool:
@@ -147,6 +149,8 @@ def read(raw: bytes, origin: str) -> dict[bytes, int]:
             continue
         try:
             piece, rank = line.split()
+            if len(piece) > _LONGEST:
+                raise ValueError("no token is so long")
             ranks[base64.b64decode(piece, validate=True)] = int(rank)
         except ValueError as error:  # binascii.Error is one
             raise ConvertError(

@@ -82,24 +82,21 @@ def added_file_damage(tokens: Mapping[str, Any]) -> list[str]:
     return list(text_damage(tokens))
 
 
-def token_ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The ids that a ``config.json`` or ``generation_config.json`` names, by key; what is no id is left out."""
-    out: dict[str, list[int]] = {}
-    for role in ROLES:
-        value = config.get(f"{role}_token_id")
-        ids = value if isinstance(value, list) else [value]
-        out[f"{role}_token_id"] = [index for index in ids if type(index) is int]
-    return out
+def wrong_ids(config: Mapping[str, Any], rows: int) -> dict[str, str]:
+    """Token ids of a ``config.json`` or ``generation_config.json`` that are none, by key, in words.
 
-
-def ids_damage(config: Mapping[str, Any]) -> list[str]:
-    """Token ids of a ``config.json`` or ``generation_config.json`` that are no whole numbers."""
-    found = []
+    Args:
+        config: The content.
+        rows: Rows of the embedding.
+    """
+    out: dict[str, str] = {}
     for role in ROLES:
         key = f"{role}_token_id"
         value = config.get(key)
-        if value is None or type(value) is int:
-            continue
-        if not isinstance(value, list) or not value or any(type(index) is not int for index in value):
-            found.append(f"its {key} is {brief(value)}, neither a whole number nor a list of them")
-    return found
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if value == [] or any(type(index) is not int for index in ids):
+            out[key] = f"its {key} is {brief(value)}, neither a whole number nor a list of them"
+        # -1 stood for "none" in the first configs of Llama.
+        elif beyond := [index for index in ids if not -1 <= index < rows]:
+            out[key] = f"its {key} is {brief(beyond[0])}, the embedding has {rows:,} rows"
+    return out
