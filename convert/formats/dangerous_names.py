@@ -139,8 +139,8 @@ _TORCH_TREES = tuple(
     f"torch.{name}"
     for name in _words(
         "nn optim amp cuda.amp distributions ao.quantization ao.nn ao.pruning quantization utils.data "
-        "sparse masked functional special linalg fft nested storage types torch_version _C._nn _C._special _C._linalg "
-        "_C._fft _C._sparse"
+        "return_types sparse masked functional special linalg fft nested storage types torch_version _C._nn "
+        "_C._special _C._linalg _C._fft _C._sparse"
     )
 )
 #: Where only classes are of data.
@@ -174,7 +174,7 @@ _TORCH_TOP_NOT = frozenset(
         "distributed export fx backends cpp overrides import_ir_module eval_frame map cond vmap while_loop"
     )
 )
-_NUMPY_TREES = ("numpy.random", "numpy.ma.core", "numpy.matrixlib", "numpy.dtypes", "numpy.polynomial")
+_NUMPY_TREES = ("numpy.random", "numpy.ma.core", "numpy.matrixlib.defmatrix", "numpy.dtypes", "numpy.polynomial")
 _NUMPY_NAMES = frozenset(
     _words("_reconstruct scalar _frombuffer _convert_to_stringdtype_kwargs recarray record ndarray dtype _NoValueType")
 )
@@ -226,7 +226,8 @@ def reason(module: str, name: str, *, of_instance: bool = False) -> str | None:
     if why := _WHY.get(top) or _PARTS.get(f"{module}.{name}"):
         return why
     through = path[:-1] if of_instance or (len(path) > 1 and _a_class(path[0])) else path
-    for part in (*parts[1:], *through):
+    own = top in ("torch", "numpy")  # what lies in these is known one by one
+    for part in (*parts[1:] * (not own), *through):
         if part in _CARRIED:
             return _WHY.get(part, "reaches into another module")
     if any(part in _LIBRARY or part in _WHY or part in _KNOWN_AS for part in path[:-1]):
@@ -294,8 +295,12 @@ def _numpy(module: str, path: list[str]) -> str | None:
         return why
     if module == "numpy":
         return why if path[0] in _NUMPY_TOP_NOT else None
-    if _under(module, _NUMPY_TREES) or (
-        _under(module, ("numpy.core", "numpy._core", "numpy.rec")) and path[0] in _NUMPY_NAMES
+    if path[0] == "test" or (module == "numpy.ma" and not _a_class(path[0])):
+        return why
+    if (
+        module == "numpy.ma"
+        or _under(module, _NUMPY_TREES)
+        or (_under(module, ("numpy.core", "numpy._core", "numpy.rec")) and path[0] in _NUMPY_NAMES)
     ):
         return None
     return why

@@ -288,6 +288,8 @@ class StackMachine(ABC):
 
     def op_refused(self) -> None:
         """PERSID as text, extension codes, out-of-band buffers: torch writes none of them."""
+        if self.data[self.pos - 1] in b"\x82\x83\x84":
+            self.named("copyreg", "_extension_registry")  # a number that stands for any name at all
         self.fail(f"operation 0x{self.data[self.pos - 1]:02x}, which torch.save never writes")
 
     def op_constant(self) -> None:

@@ -60,7 +60,6 @@ CALLS: dict[str, Callable[[str], bytes]] = {
     ),
     "copyreg extension": lambda sh: b"\x82\x01",
     "copyreg._reconstructor": lambda sh: b"ccopyreg\n_reconstructor\n(csubprocess\nPopen\ncbuiltins\nobject\nNtR",
-    "numpy's unpickling": lambda sh: b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\0tC\1btR",
     "torch._utils._rebuild_parameter of a call": lambda sh: (
         b"ctorch._utils\n_rebuild_parameter\n(cos\nsystem\n(" + base.text(sh) + b"tR\x89NtR"
     ),
@@ -69,7 +68,47 @@ CALLS: dict[str, Callable[[str], bytes]] = {
     ),
     "torch.jit._pickle": lambda sh: b"ctorch.jit._pickle\nbuild_intlist\n(]tR",
     "a name with terminal codes": lambda sh: b"c\x1b]0;x\x07os\nsystem\n(" + base.text(sh) + b"tR",
-}
+    "operator.methodcaller": lambda sh: b"coperator\nmethodcaller\n(" + base.text("system") + base.text(sh) + b"tRcos\n__name__\n\x85R",
+    "functools.reduce of getattr": lambda sh: b"cfunctools\nreduce\n(cbuiltins\ngetattr\n(cmypackage\nf\n" + base.text("__globals__") + b"ttR",
+    "partial of getattr by its state": lambda sh: b"cfunctools\npartial\n(cbuiltins\nlen\ntR(cbuiltins\ngetattr\n)}NtbR",
+    "getattr to __globals__": lambda sh: b"cbuiltins\ngetattr\n(cmypackage\nf\n" + base.text("__globals__") + b"tR",
+    "__builtins__ of a package": lambda sh: b"cnumpy\n__builtins__\n" + base.text("eval") + b"\x86R",
+    "a module in a module": lambda sh: b"ctyping\nsys\n",
+    "a method of a tensor": lambda sh: b"cbuiltins\ngetattr\n(" + base.tensor("0", (40, 32)) + base.text("numpy") + b"tR)R",
+    "a method of a path": lambda sh: b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\n(" + base.text("decoy") + b"tR" + base.text("unlink") + b"tR)R",
+    "from_file of a storage": lambda sh: b"ctorch\nFloatStorage.from_file\n(" + base.text("canary") + b"\x88K\1tR",
+    "attributes for a module": lambda sh: b"cnumpy\nprod\nN}" + base.text("a") + base.text("os") + b"s\x86b",
+    "items for a module's dict": lambda sh: b"cmypackage\nREGISTRY\n" + base.text("a") + b"Ns",
+    "numpy.load": lambda sh: b"cnumpy\nload\n(" + base.text("decoy.npy") + b"tR",
+    "numpy.testing": lambda sh: b"cnumpy.testing._private.utils\nrunstring\n(" + base.text("import os") + b"}tR",
+    "numpy.f2py": lambda sh: b"cnumpy.f2py.crackfortran\nmyeval\n(" + base.text("1") + b"tR",
+    "a ufunc by name": lambda sh: b"cnumpy.core\n_ufunc_reconstruct\n(" + base.text("antigravity") + base.text("x") + b"tR",
+    "torch.utils": lambda sh: b"ctorch.utils.collect_env\nrun\n(" + base.text(sh) + b"tR",
+    "torch._utils import": lambda sh: b"ctorch._utils\n_import_dotted_name\n(" + base.text("os.system") + b"tR",
+    "torch.storage nested": lambda sh: b"ctorch.storage\n_load_from_bytes\n(" + base.text("x") + b"tR",
+    "torch.fx": lambda sh: b"ctorch.fx.graph_module\nreduce_graph_module\n(}" + base.text("import os") + b"tR",
+    "dill": lambda sh: b"cdill._dill\n_create_function\n)R",
+    "cloudpickle, carried": lambda sh: b"cray.cloudpickle.cloudpickle\n_make_function\n)R",
+    "joblib": lambda sh: b"cjoblib\nload\n(" + base.text("decoy.pkl") + b"tR",
+    "pip": lambda sh: b"cpip._internal.cli.main\nmain\n(" + base.text("install") + b"tR",
+    "sympy": lambda sh: b"csympy\nsympify\n(" + base.text("1") + b"tR",
+    "pandas.read_pickle": lambda sh: b"cpandas\nread_pickle\n(" + base.text("decoy.pkl") + b"tR",
+    "a module through another": lambda sh: b"ctransformers.utils\nimport_utils.importlib.import_module\n(" + base.text("os") + b"tR",
+    "a module under another name": lambda sh: b"csix.moves.builtins\neval\n(" + base.text("1") + b"tR",
+    "Python 2's commands": lambda sh: b"ccommands\ngetoutput\n(" + base.text(sh) + b"tR",
+    "a class out of nothing": lambda sh: b"cbuiltins\ntype\n(" + base.text("X") + b")}tR",
+    "logging's files": lambda sh: b"clogging\nFileHandler\n(" + base.text("canary") + b"tR",
+    "argparse's files": lambda sh: b"cargparse\nFileType\n(" + base.text("w") + b"tR(" + base.text("canary") + b"tR",
+    "hidden in a popped value": lambda sh: b"cos\nsystem\n(" + base.text(sh) + b"tR0N",
+    "before damage": lambda sh: b"cos\nsystem\n(" + base.text(sh) + b"tR\xff",
+}  # fmt: skip
+
+#: What a checkpoint may hold: it is left unread, which is what the note in the output says.
+HARMLESS: dict[str, Callable[[str], bytes]] = {
+    "numpy's unpickling": lambda sh: b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\0tC\1btR",
+    "a class of somebody's own": lambda sh: b"cmypackage.config\nTrainConfig\n)\x81}" + base.text("command") + base.text(sh) + b"sb",
+    "argparse.Namespace": lambda sh: b"cargparse\nNamespace\n)R}" + base.text("command") + base.text(sh) + b"sb",
+}  # fmt: skip
 
 #: Pickles that are no use to anybody: whole ones.
 TREES: dict[str, Callable[[], bytes]] = {
@@ -286,21 +325,22 @@ def _built(data: Callable[[], bytes]) -> Callable[[Path], Path]:
     return lambda folder: base.torch_folder(folder, data())
 
 
+def _calling(folder: Path, call: Callable[[str], bytes], *, beside: bool = True) -> Path:
+    """A model with a call beside it, or the call alone; the canary lies outside, where the harness sees a change."""
+    asked = call(f"touch '{folder.parent}/canary'")
+    return base.torch_folder(
+        folder, base.archive(base.state(base.text("extra") + asked) if beside else b"\x80\x02" + asked + b".")
+    )
+
+
 def cases() -> Iterator[Case]:
     """Every torch file."""
     for name, call in CALLS.items():
-        # The canary lies beside the input's folder; the harness sees it as a change.
-        def alone(folder: Path, call: Callable[[str], bytes] = call) -> Path:
-            return base.torch_folder(folder, base.archive(b"\x80\x02" + call(f"touch '{folder.parent}/canary'") + b"."))
-
-        def beside(folder: Path, call: Callable[[str], bytes] = call) -> Path:
-            more = base.text("extra") + call(f"touch '{folder.parent}/canary'")
-            return base.torch_folder(folder, base.archive(base.state(more)))
-
-        yield Case(f"pickle calls {name}", alone)
-        # Beside a sound model it is left unread, which is what the note in the output says.
+        yield Case(f"pickle calls {name}", lambda folder, call=call: _calling(folder, call, beside=False))  # type: ignore[misc]
+        yield Case(f"pickle calls {name}, beside a model", lambda folder, call=call: _calling(folder, call))  # type: ignore[misc]
+    for name, call in HARMLESS.items():
         everything = frozenset(("inspect", "validate", "to-scratch", "to-gguf", "diff", "diagnose"))
-        yield Case(f"pickle calls {name}, beside a model", beside, passes=everything)
+        yield Case(f"pickle with {name}, beside a model", lambda f, c=call: _calling(f, c), passes=everything)  # type: ignore[misc]
     for name, tree in TREES.items():
         yield Case(f"pickle: {name}", _built(lambda tree=tree: base.archive(tree())))  # type: ignore[misc]
     yield Case("pickle: every operation", _built(lambda: base.archive(_every_opcode())))
