@@ -14,7 +14,7 @@ from pathlib import Path
 
 from convert.errors import ConvertError, Problem, UsageError
 from convert.io_errors import io_problem
-from convert.journal import JOURNAL_NAME
+from convert.journal import JOURNAL_NAME, read_commit
 from convert.output import LOCK_NAME, landing, partial_folder, remove
 from convert.platform import exchange, lock_file, sync_folder
 
@@ -120,7 +120,9 @@ class Claim:
             except OSError:  # Windows opens no folders
                 pass
             try:
-                return self._hold(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666), self._lock)
+                held = self._hold(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666), self._lock)
+                sync_folder(self.folder)  # whose the folder is lasts before anything else that lies in it
+                return held
             except FileNotFoundError:
                 self._close()
         return False
@@ -162,10 +164,17 @@ class Claim:
         Args:
             moved: Name → ``[inode, bytes]``, as the journal has them.
         """
-        for name in sorted(moved):
+        back = 0
+        for name in sorted(moved, key=lambda name: (not name.endswith(".gguf"), name)):
             place = self.out.with_name(name)
             if not (self.folder / name).exists() and is_moved(place, moved[name]):
                 os.replace(place, self.folder / name)
+                back += 1
+                if back == 1:  # after a power cut, too, the first piece is not there without the others
+                    sync_folder(place.parent)
+        if back:
+            sync_folder(self.folder)
+            sync_folder(self.out.parent)
 
     def commit(self, announce: Callable[[Mapping[str, list[int]]], None] | None = None) -> None:
         """Give the complete output its name (or move its files beside each other), durably.
@@ -177,8 +186,9 @@ class Claim:
             ConvertError: Something has been put there meanwhile.
         """
         self._refuse_newcomers()
+        for folder in (*(p for p in self.folder.rglob("*") if p.is_dir()), self.folder):
+            sync_folder(folder)  # the files' names last, before what tells whose they are goes
         if self.single:
-            sync_folder(self.folder)
             self._move_files(announce)
             self.done = True
             sync_folder(self.out.parent)
@@ -208,14 +218,18 @@ class Claim:
         new = [*(p for p in inside if p not in weights), *weights]
         away = new if len(weights) > 1 else new[:-1]  # one file takes the place of another in one step
         if announce is not None:
-            announce({p.name: [p.stat().st_ino, p.stat().st_size] for p in new})
+            announce({p.name: identity(p) for p in new})
         (self.folder / _OLD).mkdir(exist_ok=True)
         steps = [(self.out.with_name(p.name), self.folder / _OLD / p.name) for p in reversed(away)]
         steps = [(a, b) for a, b in steps if os.path.lexists(a)]
+        # The piece that goes first and comes last does so on the disk, too, in whatever order that writes names.
+        barriers = {1, len(steps), len(steps) + len(new) - 1} - {0} if len(weights) > 1 else set()
         steps += [(p, self.out.with_name(p.name)) for p in new]
         begun = []
         try:
-            for step in steps:
+            for number, step in enumerate(steps):
+                if number in barriers:
+                    sync_folder(self.out.parent)
                 begun.append(step)
                 os.replace(*step)
         except BaseException:
@@ -236,6 +250,7 @@ class Claim:
         marker = self.out / LOCK_NAME
         with contextlib.suppress(OSError):
             marker.touch()  # says that the old folder may be cleared away, should we be killed at it
+            sync_folder(self.out)
         try:
             if exchange(self.folder, self.out):
                 self.done = True
@@ -262,7 +277,7 @@ def sweep(out: Path, *, single: bool) -> None:
     """Remove a partial folder in which nothing lies any more: its run was killed when all but that was done."""
     try:
         folder = partial_folder(out, single=single)
-        spent = not folder.is_symlink() and set(os.listdir(folder)) <= {LOCK_NAME}
+        spent = not folder.is_symlink() and _is_spent(out, folder)
     except (OSError, RuntimeError, ValueError):  # a link that goes in circles; no name at all
         return
     if spent:
@@ -272,22 +287,37 @@ def sweep(out: Path, *, single: bool) -> None:
             claim.abandon()
 
 
-def is_moved(path: Path, identity: list[int]) -> bool:
+def _is_spent(out: Path, folder: Path) -> bool:
+    """Whether a run had done all but clear the folder: nothing is in it, or all that was is in its place."""
+    if set(os.listdir(folder)) <= {LOCK_NAME}:
+        return True
+    moved = read_commit(folder)
+    return bool(moved) and all(is_moved(out.with_name(name), moved[name]) for name in moved)
+
+
+def identity(path: Path) -> list[int]:
+    """``[inode, bytes]`` of a file: by these a run that goes on knows what the one before it had moved."""
+    found = path.lstat()
+    return [found.st_ino, found.st_size]
+
+
+def is_moved(path: Path, listed: list[int]) -> bool:
     """Whether a file is the one that a killed run had moved there (``[inode, bytes]``)."""
     try:
-        found = path.lstat()
+        return identity(path) == list(listed)
     except OSError:
         return False
-    return [found.st_ino, found.st_size] == list(identity)
 
 
 def _clear(folder: Path) -> None:
     """Remove a partial folder; what tells that it is ours goes last."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if path.name != LOCK_NAME:
+            if path.name not in (LOCK_NAME, JOURNAL_NAME):
                 remove(path)
-    remove(folder / LOCK_NAME)
+    sync_folder(folder)
+    for name in (JOURNAL_NAME, LOCK_NAME):
+        remove(folder / name)
     with contextlib.suppress(OSError):
         folder.rmdir()
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.errors import ConvertError, Problem
 from convert.io_errors import writing
-from convert.platform import sync_data
+from convert.platform import sync_data, sync_folder
 
 if TYPE_CHECKING:
     from convert.plan import ConversionPlan
@@ -103,7 +103,7 @@ class Journal:
         self._bytes = 0
         self._since = time.monotonic()
         self._error: BaseException | None = None
-        self._stop = self._settled = False
+        self._stop = self._settled = self._named = False
         self._thread: threading.Thread | None = None
         with writing(self.path):
             self._fd = os.open(self.path, mode if kept else mode | os.O_TRUNC, 0o666)
@@ -168,6 +168,10 @@ class Journal:
             self._since = time.monotonic()
         if not batch:
             return
+        if not self._named:  # lines in a file that has no name after a power cut are of no use
+            sync_folder(self.path.parent)
+            sync_folder(self.path.parent.parent)
+            self._named = True
         for number in sorted(frozenset().union(*(files for _, files in batch))) if not self._settled else ():
             with writing(self.path.parent):
                 sync_data(self._fds[number])
