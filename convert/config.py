@@ -7,15 +7,15 @@ not say is filled from tensor shapes (:mod:`convert.shapes`), the table's stated
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from convert import layered_rope, rope
+from convert.config_values import check_params, check_relations, check_values
 from convert.dtypes import TORCH_NAMES
-from convert.errors import ConvertError, FormatError, Problem, UsageError
+from convert.errors import ConvertError, Problem, UsageError
 from convert.expr import Expr
+from convert.json_file import read_json as read_json  # a config is read and understood by one module's functions
 from convert.normalisers import MAX_LAYERS, NORMALISERS, PERIODS, ROPE_EXTRAS
 from convert.table import MappingTable
 
@@ -23,44 +23,6 @@ Config = dict[str, Any]
 
 #: Keys of ``config.json`` whose null says something: not there, instead of a family's default.
 NULLABLE = ("sliding_window",)
-#: A config file of more bytes than this is no config (the largest published are some 30 KB).
-MAX_BYTES = 32 << 20
-#: How often a character may occur in it: an index of 400,000 tensors has as many; each makes an object of 60 bytes.
-_MOST_MARKS = {b"[": 400_000, b"{": 400_000, b",": 1_000_000, b'"': 2_000_000}
-
-
-def read_json(path: Path) -> Any:
-    """Parse a JSON file of a checkpoint.
-
-    Raises:
-        FormatError: It is no JSON, or absurdly large; a Git-LFS pointer or web page is named.
-    """
-    from convert.formats.sniff import refuse_non_weights, sniff
-
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise FormatError(Problem("config", f"{path.name} has {size:,} bytes, which no config has.", file=str(path)))
-    try:
-        raw = path.read_bytes()
-        if any(raw.count(mark) > most for mark, most in _MOST_MARKS.items()):
-            message = f"{path.name} holds more values than any config or index."
-            raise FormatError(Problem("config", message, file=str(path), hint="Fetch the file again."))
-        text = raw.decode("utf-8-sig")  # editors on Windows put a mark in front
-        value = json.loads(text, parse_int=_whole)
-        if "\\u" in text:  # half a surrogate pair is no text: no file can be named so, no terminal can show it
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except (ValueError, RecursionError) as error:  # also text that is no UTF-8
-        kind = sniff(path)
-        if kind in ("lfs", "html", "empty", "zeros"):
-            raise refuse_non_weights(path, kind) from None
-        raise FormatError(Problem("config", f"{path.name} is not valid JSON: {error}.", file=str(path))) from None
-
-
-def _whole(text: str) -> int:
-    if len(text) > 100:
-        raise ValueError(f"a number of {len(text):,} digits")
-    return int(text)
 
 
 def plain(config: Mapping[str, Any]) -> Config:
@@ -107,20 +69,26 @@ def to_hub(
         ``config.json`` names, with ``rope_parameters``, ``rope_theta`` and ``rope_type`` in one form. Keys that the
         source does not state are absent, except the table's defaults for this layout.
     """
-    raw = raw["model"] if layout == "meta" and isinstance(raw.get("model"), Mapping) else raw
+    if layout == "meta":
+        raw = raw["model"] if isinstance(raw.get("model"), Mapping) else raw
+        check_params(raw)
     nulls = [key for key in NULLABLE if key in raw and raw[key] is None] if layout == "hf" else []
     if layout == "hf":
         raw = _normalised(table, layout, _hub_words(table, {k: v for k, v in raw.items() if v is not None}))
         hub = dict(raw)
     else:
-        hub = _normalised(table, layout, _renamed(table, layout, raw))
-    _check_values(table, hub)
+        hub = _renamed(table, layout, raw)
+        if layout == "gguf" and hub.get("sliding_window") == 0:  # how llama.cpp says that there is none
+            del hub["sliding_window"]
+        hub = _normalised(table, layout, hub)
+    check_values(table, layout, hub)
     defaults = table.defaults.get(layout, {})
     theta = float(defaults.get("rope_theta", 10000.0))
     kept = dict(recorded or {})
     settings = _rope(table, layout, raw, hub, theta, kept.get("rope_parameters")) if table.has_rope else {}
-    for key, value in kept.items():
-        hub.setdefault(key, value)
+    kept = {key: value for key, value in kept.items() if key not in hub}
+    check_values(table, "hf", kept)  # whoever wrote the one file may have written the other
+    hub |= kept
     for key, row_id in table.presence.items():
         if layout in table.rows[row_id].zeros:
             hub[key] = True
@@ -131,6 +99,7 @@ def to_hub(
         hub.setdefault(key, _default(value, {**hub, **first}, f"{table.source}: defaults.{layout}.{key}"))
     if layout == "meta" and int(hub.get("vocab_size", -1)) <= 0:
         hub.pop("vocab_size", None)
+    check_relations(hub)
     return with_rope(hub, settings)
 
 
@@ -176,50 +145,6 @@ def _uniform(value: Any) -> Any:
     """The one number of an array that gives every layer its own, where all layers have the same."""
     many = isinstance(value, Sequence) and not isinstance(value, str) and 0 < len(value) <= MAX_LAYERS
     return value[0] if many and all(type(v) is type(value[0]) and v == value[0] for v in value) else value
-
-
-#: What the values of a ``[config]`` row's kind are, for messages and checks.
-_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "flag": ("true or false", lambda v: isinstance(v, bool)),
-    "text": ("text", lambda v: isinstance(v, str)),
-    "numbers": ("list of numbers", lambda v: isinstance(v, list) and all(map(_sensible, v))),
-    "texts": ("list of texts", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v)),
-    "ids": ("token id, or a list of them", lambda v: all(type(x) is int for x in (v if isinstance(v, list) else [v]))),
-}
-
-
-def _check_values(table: MappingTable, hub: Mapping[str, Any]) -> None:
-    """Every quantity of the table must be a number in bounds that some machine could hold, or of its row's kind."""
-    problems = []
-    for key, row in table.config.items():
-        value = hub.get(key)
-        if value is None or (key == "vocab_size" and value == -1):
-            continue
-        what, fits = _KINDS.get(row.kind, ("sensible number", _sensible))
-        if (row.gguf_type or "").startswith("u") and isinstance(value, float):  # a size, which counts something
-            what, fits = "whole number (write it without a point)", lambda _: False
-        if not fits(value) or (key == "num_hidden_layers" and value > MAX_LAYERS):
-            problems.append(
-                Problem("config", f"the config's {key} is {value!r}, which is no {what}.", found=value, wanted=key)
-            )
-    tie = hub.get("tie_word_embeddings")
-    if not (tie is None or (isinstance(tie, int) and tie in (0, 1))):
-        problems.append(
-            Problem(
-                "config",
-                f"the config's tie_word_embeddings is {tie!r}, which is no true or false.",
-                found=tie,
-                wanted="true or false",
-                hint="Python takes every text for true; write it without quotes.",
-            )
-        )
-    if problems:
-        raise ConvertError(problems)
-
-
-def _sensible(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value < 2**40  # false for no-number and infinity, too
 
 
 def _rope(

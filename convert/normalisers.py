@@ -37,11 +37,29 @@ def text_config(config: Config) -> Config:
     return out
 
 
+def _period(config: Config, *keys: str) -> None:
+    """Stop at a period that is none: a text would leave all layers to be of one kind. 0 says, in GGUF, that none is."""
+    for key in keys:
+        value = config.get(key)
+        if value is None or isinstance(value, list) or (type(value) is int and 0 <= value < 2**31):
+            continue
+        raise ConvertError(
+            Problem(
+                "config",
+                f"the config's {key} is {value!r:.200}, which is no whole number of layers.",
+                found=value,
+                wanted="a whole number",
+                hint="Correct it in the file, or give a sound config with --config FILE.",
+            )
+        )
+
+
 def layer_types_from_pattern(config: Config) -> Config:
     """``layer_types`` from the period that older versions state (every n-th layer is a full one), or GGUF's flags.
 
     The period's keys are taken out: two statements of one thing could come to disagree.
     """
+    _period(config, "_sliding_window_pattern", "sliding_window_pattern")
     stated = [config.get(key) for key in ("_sliding_window_pattern", "sliding_window_pattern")]
     config = {k: v for k, v in config.items() if k not in ("_sliding_window_pattern", "sliding_window_pattern")}
     if config.get("layer_types"):
@@ -61,6 +79,7 @@ def layer_types_from_interval(config: Config) -> Config:
 
     ``full_attention_interval`` and the flags are taken out: two statements of one thing could come to disagree.
     """
+    _period(config, "full_attention_interval")
     interval, flags = config.get("full_attention_interval"), config.get("recurrent_layers")
     config = {k: v for k, v in config.items() if k not in ("full_attention_interval", "recurrent_layers")}
     layers = config.get("num_hidden_layers")
@@ -116,6 +135,8 @@ def rope_extras(config: Config) -> Config:
 
 def sliding_window_if_used(config: Config) -> Config:
     """No ``sliding_window`` unless ``use_sliding_window`` says that there is one (some configs state both)."""
+    if config.get("use_sliding_window") not in (None, False, True):
+        return config  # refused by :mod:`convert.config_values`
     if config.get("use_sliding_window"):
         return config
     return {k: v for k, v in config.items() if k != "sliding_window"}
@@ -123,6 +144,7 @@ def sliding_window_if_used(config: Config) -> Config:
 
 def layer_types_from_max_window_layers(config: Config) -> Config:
     """``layer_types`` where only layers from ``max_window_layers`` on slide; no window where none of them does."""
+    _period(config, "max_window_layers")
     layers, first = config.get("num_hidden_layers"), config.get("max_window_layers")
     if config.get("layer_types"):
         config = _checked(config)

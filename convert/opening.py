@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert import config as configs
 from convert import shapes
+from convert.config_values import check_frame
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import with_scaling
@@ -51,7 +52,8 @@ def find_config(
         return None, None
     if not isinstance(raw, dict):
         raise ConvertError(Problem("config", f"{path.name} is not a JSON object.", file=str(path)))
-    _check_architectures(raw, path)
+    if problems := list(check_frame(raw, str(path))):
+        raise ConvertError(problems)
     layout = configs.layout_of(raw, (load_table(f) for f in families()))
     if layout is None and isinstance(raw.get("model"), dict):
         layout = configs.layout_of(raw["model"], (load_table(f) for f in families()))
@@ -66,23 +68,6 @@ def find_config(
             )
         )
     return (raw, layout) if layout else (None, None)
-
-
-def _check_architectures(raw: dict[str, Any], path: Path) -> None:
-    """A class name that is not in a list would be passed over, and the family guessed."""
-    stated = raw.get("architectures")
-    if stated is None or (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
-        return
-    raise ConvertError(
-        Problem(
-            "config",
-            f"{path.name} has architectures = {stated!r}, which is no list of class names.",
-            file=str(path),
-            found=stated,
-            wanted="a list of texts",
-            hint='It looks like this: "architectures": ["LlamaForCausalLM"].',
-        )
-    )
 
 
 def hub_config(

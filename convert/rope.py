@@ -40,11 +40,15 @@ _MOST = 1e30
 
 def _base(value: Any, default: float) -> float:
     """A stated base, or the default where none is."""
-    if value is None:
-        return float(default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not -_MOST < value < _MOST:
-        raise stop(f"rope_theta is {value!r:.200}, which is no number that a model has.", found=value)
-    return float(value) or float(default)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < _MOST:
+        raise stop(
+            f"rope_theta is {value!r:.200}, which is no base that a model has.",
+            found=value,
+            wanted="a finite number above 0",
+            hint="Correct it in the file (other copies of the model have it), or give a config with --config FILE.",
+        )
+    return float(value)
 
 
 def _settings(value: Any, key: str) -> Mapping[str, Any]:
@@ -91,9 +95,25 @@ def clean(parameters: Mapping[str, Any], theta: float, *, context: int | None = 
                 hint=f"A {kind} RoPE has the fields {', '.join(FIELDS[kind])}.",
             )
         out[field] = int(value) if field == "original_max_position_embeddings" else float(value)
-    if out["rope_theta"] <= 0 or not math.isfinite(out["rope_theta"]):
-        raise stop(f"rope_theta is {out['rope_theta']!r}, which is no base.", found=out["rope_theta"])
+    _check_order(out)
     return out
+
+
+def _check_order(rope: Rope) -> None:
+    """Fields that stand in an order: the other way round, frequencies would be divided by zero or turned about."""
+    pairs = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    low, high = pairs.get(rope["rope_type"], ("", ""))
+    if low and not rope[low] < rope[high]:
+        raise stop(f"{low} is {rope[low]:g} and {high} is {rope[high]:g}; it must be the smaller one.", found=rope[low])
+    if rope["rope_type"] == "yarn" and rope["rope_theta"] <= 1:  # whose ramp is over its logarithm
+        raise stop(
+            f"a YaRN RoPE has a base above 1, and rope_theta is {rope['rope_theta']:g}.", found=rope["rope_theta"]
+        )
+    if rope.get("original_max_position_embeddings", 1) < 1:
+        raise stop("original_max_position_embeddings is less than 1, which is no length.", found=0, wanted="1 or more")
+    if rope.get("partial_rotary_factor", 1) > 1:
+        part = rope["partial_rotary_factor"]
+        raise stop(f"partial_rotary_factor is {part:g}: more than all of a head cannot turn.", found=part, wanted=1.0)
 
 
 def primary(settings: Mapping[str, Any]) -> Rope:
@@ -117,7 +137,7 @@ def _completed(parameters: Mapping[str, Any]) -> dict[str, Any]:
     factor = out.get("factor")
     if out.get("attention_factor") is None and isinstance(factor, (int, float)) and factor > 0:
         one, other = out.get("mscale"), out.get("mscale_all_dim")
-        numbers = all(isinstance(v, (int, float)) and v for v in (one, other))
+        numbers = all(isinstance(v, (int, float)) and v > 0 for v in (one, other))
         out["attention_factor"] = yarn_amplitude(factor, one) / yarn_amplitude(factor, other) if numbers else None
         out["attention_factor"] = out["attention_factor"] or yarn_amplitude(factor)
     return out
@@ -216,7 +236,8 @@ def to_meta(rope: Rope, dim: int) -> dict[str, Any]:
 def from_scratch(config: Mapping[str, Any], default_theta: float) -> Rope:
     """From the book's dict: ``rope_base`` and ``rope_freq`` (None, or llama3 factors)."""
     theta = _base(config.get("rope_base"), default_theta)
-    freq = _settings(config.get("rope_freq") or config.get("rope_scaling"), "rope_freq")
+    stated = config.get("rope_freq")
+    freq = _settings(config.get("rope_scaling") if stated is None else stated, "rope_freq")
     if not freq:
         return clean({}, theta)
     kind = freq.get("rope_type", "llama3")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from convert import config as configs
+from convert import json_file
 from convert.errors import ConvertError, FormatError, UsageError
 from convert.table import families, load_table
 
@@ -160,7 +161,7 @@ def test_files_that_are_no_config(tmp_path):
     path.write_bytes(b'\xef\xbb\xbf{"hidden_size": 5}')  # the mark that editors on Windows put in front
     assert configs.read_json(path) == {"hidden_size": 5}
     with path.open("wb") as file:
-        file.truncate(configs.MAX_BYTES + 1)
+        file.truncate(json_file.MAX_BYTES + 1)
     with pytest.raises(FormatError, match="bytes"):
         configs.read_json(path)
 
@@ -168,3 +169,73 @@ def test_files_that_are_no_config(tmp_path):
 def test_an_unknown_size_lists_the_known():
     with pytest.raises(UsageError, match=r"llama3\.2-1b"):
         configs.published(load_table("llama"), "llama9")
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        ("hf", {"head_dim": 0}),
+        ("hf", {"rms_norm_eps": 0}),
+        ("hf", {"num_attention_heads": 4, "num_key_value_heads": 3}),
+        ("hf", {"max_position_embeddings": 0}),
+        ("hf", {"attention_bias": "false"}),
+        ("hf", {"sliding_window": 0}),
+        ("meta", {"multiple_of": 0}),
+        ("meta", {"multiple_of": 256.0}),
+        ("meta", {"ffn_dim_multiplier": float("inf")}),
+        ("meta", {"ffn_dim_multiplier": [1]}),
+        ("meta", {"use_scaled_rope": "yes"}),
+        ("gguf", {"llama.attention.head_count": 0}),
+        ("gguf", {"llama.rope.freq_base": 0.0}),
+        ("scratch", {"n_heads": True}),
+        ("scratch", {"rope_freq": 0}),
+    ],
+)
+def test_values_that_no_model_has(layout, config):
+    sound = {
+        "hf": {"hidden_size": 64, "num_hidden_layers": 2},
+        "meta": {"dim": 64, "n_layers": 2},
+        "scratch": {"emb_dim": 64, "n_layers": 2},
+        "gguf": {"general.architecture": "llama", "llama.embedding_length": 64},
+    }[layout]
+    (key,) = (k for k in reversed(config) if k not in ("num_attention_heads",)) if layout == "hf" else config
+    said = {"llama.attention.head_count": "head_count", "llama.rope.freq_base": "rope_theta"}.get(key, key)
+    hub(layout, sound)
+    with pytest.raises(ConvertError, match=said) as error:
+        hub(layout, sound | config)
+    assert error.value.problems[0].found is not None
+
+
+def test_null_and_the_zeros_that_say_none_are_no_values():
+    assert hub("meta", PARAMS | {"ffn_dim_multiplier": None, "use_scaled_rope": None, "multiple_of": None})
+    gguf = {"general.architecture": "llama", "llama.embedding_length": 64, "llama.attention.sliding_window": 0}
+    assert "sliding_window" not in hub("gguf", gguf)
+
+
+def test_more_experts_than_there_are():
+    table = load_table("qwen3_moe")
+    sound = {"hidden_size": 64, "num_experts": 4, "num_experts_per_tok": 4}
+    configs.to_hub(table, "hf", sound)
+    with pytest.raises(ConvertError, match="num_experts_per_tok is 5"):
+        configs.to_hub(table, "hf", sound | {"num_experts_per_tok": 5})
+
+
+def test_an_unknown_kind_of_layer():
+    config = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    configs.to_hub(load_table("gemma3"), "hf", config)
+    with pytest.raises(ConvertError, match="layer_types"):
+        configs.to_hub(load_table("gemma3"), "hf", config | {"layer_types": ["full_attention", "evil"]})
+
+
+def test_a_key_twice(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1, "b": {"c": [1], "c": [1]}, "a": 1}')
+    assert configs.read_json(path) == {"a": 1, "b": {"c": [1]}}
+    path.write_text('{"a": 1, "b": {"c": 1, "c": 2}, "a": true}')
+    with pytest.raises(FormatError, match="twice and differently") as error:
+        configs.read_json(path)
+    assert len(error.value.problems) == 2
+    path.write_bytes('{"a": 1}'.encode("utf-16"))
+    with pytest.raises(FormatError, match="UTF-16") as error:
+        configs.read_json(path)
+    assert "UTF-8" in (error.value.problems[0].hint or "")

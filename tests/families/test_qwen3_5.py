@@ -576,7 +576,7 @@ def test_wrong_tables_are_caught(made, tmp_path, layout):
         ("gguf", {"head_dim": 16}, "more than a head"),
         ("gguf", {"rope_parameters": SMALL["rope_parameters"] | {"mrope_section": [2, 4, 2]}}, "in turn"),
         ("gguf", {"rope_parameters": SMALL["rope_parameters"] | {"partial_rotary_factor": 0.01}}, "an even number"),
-        ("scratch", {"rope_parameters": SMALL["rope_parameters"] | {"partial_rotary_factor": 1.5}}, "an even number"),
+        ("scratch", {"rope_parameters": SMALL["rope_parameters"] | {"partial_rotary_factor": 1.5}}, "above 0 to 1"),
         ("meta", {}, "no meta layout"),
     ],
 )
