@@ -19,6 +19,7 @@ from convert.formats.spec import Container
 from convert.hashing import hash_files, head_hash, header_hash
 from convert.locate import RECORD_NAME, locate
 from convert.record import entries, is_of
+from convert.record_checks import damage
 from convert.report import human_bytes
 
 SCHEMA = "convert.check/1"
@@ -192,11 +193,9 @@ def _find_record(path: Path, files: Sequence[Path]) -> tuple[Path, dict[str, Any
 
 def _read(place: Path) -> dict[str, Any]:
     raw = read_json(place)
-    known = isinstance(raw, dict) and str(raw.get("schema", "")).startswith("convert.record/")
-    if not known or not all(isinstance(raw.get(k), dict) for k in ("source", "target")):
-        raise ConvertError(
-            Problem("record", f"{place.name} is no record of a conversion.", file=str(place), hint=_HINT)
-        )
+    if wrong := damage(raw):
+        message = f"{place.name} cannot be used: {'; '.join(wrong)}."
+        raise ConvertError(Problem("record", message, file=str(place), hint=_HINT))
     return dict(raw)
 
 

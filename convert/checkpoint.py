@@ -29,6 +29,7 @@ from convert.opening import find_config, hub_config
 from convert.other_heads import refuse_other_heads, refuse_other_models
 from convert.prefixes import aliased, chosen_part, common_first_parts
 from convert.record import is_of
+from convert.record_checks import damage
 from convert.source import FilePool, Source
 from convert.stamps import Stamp, stamps
 from convert.table import LAYOUTS, MappingTable
@@ -359,9 +360,12 @@ def _gather(containers: list[Container]) -> dict[str, list[TensorSpec]]:
 def _record(found: Found, containers: list[Container], notes: list[str]) -> dict[str, Any]:
     """What an earlier conversion wrote beside the weights; one of other weights says nothing of these."""
     if found.record is None:
+        if (found.folder / RECORD_NAME).is_symlink() or (found.folder / RECORD_NAME).exists():
+            notes.append(f"{RECORD_NAME} was passed over: it is no file, or leads nowhere")
         return {}
     raw = configs.read_json(found.record)
-    if not isinstance(raw, dict) or not str(raw.get("schema", "")).startswith("convert.record/"):
+    if wrong := damage(raw):
+        notes.append(f"{found.record.name} was passed over: {'; '.join(wrong)}")
         return {}
     if is_of(raw, (f for c in containers for f in c.files)):
         return raw
