@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -53,6 +54,12 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "tables": ("tables", "command", "Show, check and start mapping tables and names files."),
     "families": ("families", "command", "The model families that have a table."),
 }
+
+
+#: Signals that end a process; Windows has no SIGHUP.
+_ENDING = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+#: Seconds in which another signal asks for nothing new.
+_REPEATED = 3.0
 
 
 class Terminated(BaseException):
@@ -120,7 +127,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         _show(error, False)
         sys.exit(error.exit_code)
     if at is None:
-        sys.exit(run(cli, argv))
+        code = run(cli, argv)
+        if code > 128:  # cleaned up, and told: another signal shall not change the exit code
+            for name in _ENDING:
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        sys.exit(code)
     from convert.ranks.command import run_rank
 
     sys.exit(run_rank(run, cli, sys.argv[1:] if argv is None else argv, at))
@@ -192,15 +203,26 @@ def _left_behind(stop: BaseException) -> str:
 
 
 def _on_signals() -> dict[int, Any]:
-    """Let the signals that end a process unwind it; returns what handled them before."""
+    """Let the signals that end a process unwind it, once; returns what handled them before.
+
+    Whoever presses the keys three times shall not stop the cleaning up.
+    """
+    last = -_REPEATED
 
     def stop(number: int, _: Any) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < _REPEATED:
+            return
+        last = now
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         raise Terminated(number)
 
     previous: dict[int, Any] = {}
-    for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
-        number = getattr(signal, name, None)
-        if number is None or signal.getsignal(number) in (signal.SIG_IGN, None):  # as nohup asks
+    for name in _ENDING:
+        number = getattr(signal, name)
+        if signal.getsignal(number) in (signal.SIG_IGN, None):  # as nohup asks
             continue
         try:
             previous[number] = signal.signal(number, stop)

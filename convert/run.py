@@ -23,7 +23,7 @@ from convert.plan import ConversionPlan
 from convert.platform import available_memory, keep_freed_memory
 from convert.readback import read_back, read_beside
 from convert.record import seal
-from convert.stamps import changes, stamps
+from convert.stamps import changes, stamps, touched
 from convert.storage_crcs import Beside
 from convert.writer import Cancelled, Progress, Writer, casts_within
 
@@ -129,7 +129,8 @@ def run(
         refuse_memory(plan.peak_memory(threads))
     keep_freed_memory()
     started = time.perf_counter()
-    before = stamps(plan.source.files) | plan.source.stamps
+    beside = [value for value in plan.sidecars.values() if isinstance(value, Path)]
+    before = stamps([*plan.source.files, *beside]) | plan.source.stamps
     cancel = cancel or threading.Event()
     claim = Claim(out, single=plan.single_file)
     journal = writer = crcs = None
@@ -149,6 +150,8 @@ def run(
         found = writer.write(threads, hashes=hashes)
         crcs.finish()
         losses = writer.losses()  # the check reads, and so counts, again
+        if writer_type is Writer and plan.source.pool.local and touched(before):
+            check = "full"
         with reading(claim.folder):
             checked = writer.together(read_back(plan, claim.folder, writer, full=check == "full", threads=threads))
             seal(plan, claim.folder, found, losses=losses)  # after the check, which names damage better
@@ -157,7 +160,7 @@ def run(
         with reading(claim.folder):
             read_beside(plan, claim.folder)
         writer.close()
-        if problems := changes(before):
+        if problems := changes(before, plan.source.pool.opened):
             raise ConvertError(problems)
         with writing(out):
             if not plan.single_file:

@@ -42,13 +42,13 @@ class FilePool:
 
     Attributes:
         local: Whether a tensor's bytes lie in its file; else only :meth:`read_into` has them.
-        notes, hashes: What reading has told, to be said in the end; SHA-256 of files that were read whole.
+        opened, notes, hashes: Descriptors so far; what is to be said in the end; SHA-256 of files that were read whole.
     """
 
     local = True
 
     def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
+        self.opened: dict[Path, int] = {}
         self._lock = threading.Lock()
         self.notes: list[str] = []
         self.hashes: dict[Path, str] = {}
@@ -66,9 +66,9 @@ class FilePool:
     def fd(self, path: Path) -> int:
         """The descriptor for ``path``."""
         with self._lock:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            return self._open[path]
+            if path not in self.opened:
+                self.opened[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            return self.opened[path]
 
     def read_into(self, path: Path, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` from ``offset``.
@@ -102,9 +102,9 @@ class FilePool:
     def close(self) -> None:
         """Close every descriptor."""
         with self._lock:
-            for fd in self._open.values():
+            for fd in self.opened.values():
                 os.close(fd)
-            self._open.clear()
+            self.opened.clear()
 
 
 class Source(ABC):

@@ -23,12 +23,16 @@ class Stamp:
         inode: Number of the file on it.
         size: Bytes.
         mtime_ns: When it was last written, nanoseconds.
+        ctime_ns: When anything of it was last changed: nobody can set this back.
+        marks: What else a change of that time may be of: mode, number of names, owner, group.
     """
 
     device: int
     inode: int
     size: int
     mtime_ns: int
+    ctime_ns: int
+    marks: tuple[int, int, int, int]
 
 
 def stamp(file: Path | int) -> Stamp:
@@ -38,7 +42,8 @@ def stamp(file: Path | int) -> Stamp:
         OSError: It is not there.
     """
     found = os.stat(file)
-    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    marks = (found.st_mode, found.st_nlink, found.st_uid, found.st_gid)
+    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, marks)
 
 
 def stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
@@ -52,12 +57,34 @@ def stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
     return out
 
 
-def changes(before: Mapping[Path, Stamp]) -> list[Problem]:
-    """What has happened to files since their stamps were taken; empty if nothing has."""
+def touched(before: Mapping[Path, Stamp]) -> bool:
+    """Whether a file may have been written to by someone who set its time back, as ``cp -p`` and ``rsync -t`` do.
+
+    Or something harmless was done to it (renamed, an attribute set): only its contents tell.
+    """
+    for path, old in before.items():
+        try:
+            new = stamp(path)
+        except OSError:  # :func:`changes` says so
+            continue
+        if new.ctime_ns != old.ctime_ns and new.marks == old.marks:
+            return True
+    return False
+
+
+def changes(before: Mapping[Path, Stamp], opened: Mapping[Path, int] | None = None) -> list[Problem]:
+    """What has happened to files since their stamps were taken; empty if nothing has.
+
+    Args:
+        before: The stamps.
+        opened: Descriptors by which some were read: another file may have had the name when these were opened.
+    """
     problems = []
     for path, old in before.items():
         try:
             what = _difference(old, stamp(path))
+            if what is None and opened is not None and path in opened:
+                what = _difference(old, stamp(opened[path]))
         except OSError:
             what = "was removed or renamed"
         if what:

@@ -233,6 +233,29 @@ def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("signals", [(signal.SIGINT,) * 9, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) * 3])
+def test_impatience_does_not_stop_the_cleaning_up(hf, tmp_path, signals):
+    """What it says of what is left has to stay true."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "hf-to-scratch", str(hf), str(tmp_path / "out"), "--threads", "4"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=_listening,
+    )
+    for _ in range(400):
+        if (tmp_path / "out.partial" / "model.safetensors").exists():
+            break
+        time.sleep(0.02)
+    time.sleep(0.1)
+    for number in signals:
+        child.send_signal(number)
+        time.sleep(0.01)
+    err = child.communicate(timeout=30)[1]
+    assert child.returncode == 128 + signals[0], err
+    assert "Nothing was left behind" in err and "Traceback" not in err and not list(tmp_path.iterdir())
+
+
 def test_a_hangup_that_the_caller_ignores_is_ignored(hf, tmp_path):
     """As under nohup: the conversion goes on."""
     out = tmp_path / "out"
