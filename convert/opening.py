@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from convert import config as configs
 from convert import shapes
 from convert.config_values import check_frame
-from convert.errors import ConvertError, Problem, UsageError
+from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import with_scaling
 from convert.locate import CONFIG_NAMES, Found
@@ -84,7 +84,8 @@ def hub_config(
     """The hub config, complete, and the config as its file holds it.
 
     Raises:
-        ConvertError: There is none, and head counts do not follow from shapes; what would fit is listed.
+        ConvertError: There is none, and head counts do not follow from shapes; what would fit is listed. Or the last
+            files of a model-parallel row are absent.
     """
     parts = max(map(len, tensors.values()))  # the shape of a tensor that some model-parallel files lack is not known
     full = shapes_of(table, layout, {n: s for n, s in tensors.items() if len(s) == parts})
@@ -110,11 +111,40 @@ def hub_config(
         raise _no_config(table, layout, full)
     if config_layout == "gguf":
         hub = with_scaling(hub, tensors, record)
+    stated = hub.get("head_dim")
     hub, learned = shapes.fill(table, hub, layout, full)
+    if layout == "meta" and stated is None:
+        _refuse_part(hub, parts)
     notes += learned if config_layout in ("hf", None) else []
     if options.context is not None:
         hub["max_position_embeddings"] = options.context
     return hub, dict(raw or {})
+
+
+def _refuse_part(hub: Mapping[str, Any], files: int) -> None:
+    """Without the last files of a model-parallel row all matrices are narrower, as those of a smaller model are.
+
+    Meta's params.json has no head size, because its code divides the width by the heads; another size, seen in the
+    rows of Q, is that of a part.
+
+    Raises:
+        FormatError: It is.
+    """
+    width, heads, size = (hub.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
+    if not (width and heads and size) or heads * size == width:
+        return
+    rows = heads * size
+    whole = files * width // rows if files * width % rows == 0 else None
+    raise FormatError(
+        Problem(
+            "missing_file" if whole and whole > files else "shape",
+            f"Q has {rows} rows, but dim = {width} wants {width} ({heads} heads of dim / n_heads = {width // heads})"
+            + (f"; {files} of {whole} model-parallel files would have {rows}." if whole and whole > files else "."),
+            found=rows,
+            wanted=width,
+            hint="An incomplete download? Fetch the missing consolidated files. Or params.json is of another model.",
+        )
+    )
 
 
 def shapes_of(table: MappingTable, layout: str, tensors: Mapping[str, list[TensorSpec]]) -> dict[str, tuple[int, ...]]:

@@ -174,6 +174,25 @@ def test_two_sets_of_metas_files(copy, other):
     assert names(locate(folder)) == [other]
 
 
+@pytest.mark.parametrize(("ranks", "gone"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("axis", ["llama2", "llama3"])
+def test_metas_last_files_are_absent(tmp_path, ranks, gone, axis):
+    """Without a vocab_size the rest looks like a whole model with smaller heads; it was converted as one."""
+    folder = make_meta(tmp_path / "m", "h32kv4", mp=ranks, embedding_axis=axis).path
+    params = json.loads((folder / "params.json").read_text())
+    for vocab in (params["vocab_size"], -1):
+        (folder / "params.json").write_text(json.dumps(params | {"vocab_size": vocab}))
+        with open_checkpoint(folder) as whole:  # the control
+            assert whole.config["head_dim"] == 8
+    for number in range(ranks - gone, ranks):
+        (folder / f"consolidated.{number:02d}.pth").unlink()
+    for vocab in (params["vocab_size"], -1):
+        (folder / "params.json").write_text(json.dumps(params | {"vocab_size": vocab}))
+        with pytest.raises(ConvertError, match=f"{ranks - gone} of {ranks} model-parallel files") as caught:
+            open_checkpoint(folder)
+        assert [p.kind for p in caught.value.problems] == ["missing_file"]
+
+
 def test_a_number_twice(copy):
     folder = copy("meta")
     shutil.copy(folder / "consolidated.01.pth", folder / "consolidated.1.pth")
