@@ -13,7 +13,7 @@ from convert.gguf_request import OPTIONS as GGUF_OPTIONS
 from convert.gguf_request import GgufRequest
 from convert.hub.place import Place, named, place
 from convert.plan import ConversionPlan, Request, decides_head, make_plan, request_dtype
-from convert.platform import keep_freed_memory
+from convert.platform import allow_many_files, keep_freed_memory
 from convert.run import Summary, check_target, run
 
 _SOURCE_OPTIONS = ("layout", "family", "config", "size", "key", "qk_layout", "tie", "context")
@@ -51,6 +51,7 @@ def plan_conversion(
         ConvertError: The source is damaged or the target cannot hold it.
     """
     keep_freed_memory()
+    allow_many_files()
     asked = dict(options)
     names = options.pop("names", None)
     dtype = request_dtype(options.pop("dtype", None))

@@ -6,6 +6,7 @@ Linux first. Windows has no ``pread``; macOS has no ``copy_file_range``; some fi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -26,6 +27,8 @@ _WRITE_BYTES = 256 << 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 32 << 20
 #: Parameters of Linux's renameat2 (fcntl.h, linux/fs.h).
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+#: Open files that are enough (and macOS allows no more).
+_FILES = 10240
 _seek_lock = threading.Lock()
 _local = threading.local()
 _UNSUPPORTED = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY)
@@ -160,6 +163,19 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
     mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BYTES)
+
+
+def allow_many_files() -> None:
+    """Let this process open as many files as it may: some systems begin with 256, and a large model is more shards."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # the system knows a limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def available_memory() -> int | None:

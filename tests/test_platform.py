@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -201,3 +203,21 @@ def test_a_full_disk_is_told_when_the_file_is_made(tmp_path, monkeypatch):
         assert caught.value.errno == errno.ENOSPC
     finally:
         os.close(fd)
+
+
+def test_more_shards_than_files_may_be_open_at_first(tmp_path):
+    """The limit of a shell may be raised by whoever runs in it; one that the system has set stays."""
+    resource = pytest.importorskip("resource")
+    make_hf(tmp_path / "source", "gqa8", sharded=12)
+    child = (
+        "import resource, sys; soft, hard = map(int, sys.argv[1:3]); import convert.conversion, convert.plan, numpy\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
+        "import convert; convert.convert_checkpoint(sys.argv[3], sys.argv[4], to='hf', max_shard_size=20_000)"
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    for name, most, code in (("out", hard, 0), ("none", 16, 1)):
+        command = [sys.executable, "-c", child, "16", str(most), str(tmp_path / "source"), str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+        assert done.returncode == code, done.stderr
+        assert code == 0 or "Too many open files" in done.stderr
+    assert not (tmp_path / "none").exists() and len(list((tmp_path / "out").glob("*.safetensors"))) > 6
