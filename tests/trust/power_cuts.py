@@ -9,6 +9,7 @@ and leave nothing beside. Some resumed runs are cut again. After the run's end t
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import shutil
 import tempfile
@@ -30,22 +31,28 @@ State = dict[str, tuple[int, bytes | None]]
 
 
 class Inodes:
-    """Files keep their inodes in a power cut; those laid out again have others, so they are told by old numbers."""
+    """Files keep their inodes in a power cut; those laid out again have others, so all are told by numbers of ours."""
 
     def __init__(self) -> None:
-        self.known: dict[int, int] = {}
+        self._known: dict[int, int] = {}
+        self._fresh = itertools.count(1)
         self._real = convert.claim.identity
 
     def __call__(self, path: Path) -> list[int]:
-        """As :func:`convert.claim.identity`, with the inode that the file had when it was made."""
+        """As :func:`convert.claim.identity`, with our number of the file for its inode."""
         inode, size = self._real(path)
-        return [self.known.get(inode, inode), size]
+        if inode not in self._known:
+            self._known[inode] = next(self._fresh)
+        return [self._known[inode], size]
+
+    def recorded(self, disk: Disk) -> None:
+        """Note our numbers in a record, in place of inodes, which are used again once this state is gone."""
+        disk.inodes = {node: self._known[inode] for node, inode in disk.inodes.items() if inode in self._known}
 
     def lay_out(self, disk: Disk, state: State, place: Path) -> None:
         """Make a state."""
-        for inode, node in build(state, place).items():
-            old = disk.inodes[node]
-            self.known[inode] = self.known.get(old, old)
+        found = build(state, place)
+        self._known = {inode: disk.inodes[node] for inode, node in found.items() if node in disk.inodes}
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -168,7 +175,9 @@ def disturb(
     scene = Scene(kind, folder)
     rng = random.Random(f"{kind.name} {seed}")
     inodes = Inodes()
-    disk = record(scene, lambda: scene.convert(resume=True), deaf=deaf)
+    with inodes.told():
+        disk = record(scene, lambda: scene.convert(resume=True), deaf=deaf)
+        inodes.recorded(disk)
     kinds = Counter(type(e).__name__ for e in disk.events)
     counts = Counter({"changes": kinds["Written"] + kinds["Named"], "syncs": kinds["Synced"]})
     seen: set[tuple[str, str]] = set()
@@ -201,6 +210,7 @@ def disturb(
                 raise AssertionError(f"{where}: the output was said to be complete, and is not")
             if rng.random() < 0.25:
                 again = record(scene, lambda: finish(f"{where}, resumed", resume=True), deaf=deaf, check=False)  # noqa: B023
+                inodes.recorded(again)
                 point = cut_points(again, 9, rng)[rng.randint(1, 8)]
                 inodes.lay_out(again, again.after(point[0], rng, names=point[1], data=point[2]), scene.place)
                 judge(f"{where}, again {point} of {len(again.events)}")
