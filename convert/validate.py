@@ -285,10 +285,13 @@ def _total_size(checkpoint: Checkpoint) -> list[str]:
     """An index's total_size is used by nobody, so a wrong one is no fault; it hints at an edited folder."""
     for name in INDEX_NAMES:
         path = checkpoint.folder / name
-        if len(checkpoint.files) < 2 or not path.is_file():
+        if not path.is_file():
             continue
         raw = configs.read_json(path)
-        metadata = raw.get("metadata") if isinstance(raw, dict) else None
+        named = raw.get("weight_map") if isinstance(raw, dict) else None
+        if not isinstance(named, dict) or {p.name for p in checkpoint.files} != set(map(str, named.values())):
+            continue  # of other files
+        metadata = raw.get("metadata")
         stated = metadata.get("total_size") if isinstance(metadata, dict) else None
         real = sum(s.nbytes for parts in checkpoint.tensors.values() for s in parts)
         if stated is not None and stated != real:

@@ -230,6 +230,12 @@ def test_a_wrong_total_size_is_said(tmp_path):
     index.write_text(json.dumps(raw))
     found = convert.validate(folder)
     assert found.ok and any("total_size" in n for n in found.notes)
+    alone = make_hf(tmp_path / "alone", "gqa8").path  # an index may name one file
+    raw["weight_map"] = dict.fromkeys(raw["weight_map"], "model.safetensors")
+    for size, said in ((raw["metadata"]["total_size"] - 1, False), (7, True)):
+        (alone / index.name).write_text(json.dumps(raw | {"metadata": {"total_size": size}}))
+        found = convert.validate(alone)
+        assert found.ok and any("total_size" in n for n in found.notes) == said
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 17209530\n"
