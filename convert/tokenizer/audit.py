@@ -277,11 +277,15 @@ def audit_gguf(metadata: Mapping[str, Any], *, rows: int, full: bool = False) ->
         rows: Rows of the embedding.
         full: Read vocabularies of any size whole.
     """
-    from convert.tokenizer.from_gguf import ROLE_KEYS, read_gguf
+    from convert.tokenizer.from_gguf import ID_KEYS, NO_IDS, read_gguf
 
     out = Audit(rows)
     if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
         return out
+    if not isinstance(metadata["tokenizer.ggml.model"], str):
+        out.add(Path("tokenizer.ggml.model"), f"it is {brief(metadata['tokenizer.ggml.model'])}", wanted="a text")
+    if not isinstance(metadata.get("tokenizer.chat_template", ""), str):
+        out.add(Path("tokenizer.chat_template"), f"it is {brief(metadata['tokenizer.chat_template'])}", wanted="a text")
     held = {key: metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "scores", "merges")}
     place = Path("tokenizer.ggml.tokens")
     for key, value in held.items():
@@ -297,21 +301,10 @@ def audit_gguf(metadata: Mapping[str, Any], *, rows: int, full: bool = False) ->
         value = held[key]
         if value is not None and len(value) != count:
             out.add(Path(f"tokenizer.ggml.{key}"), f"{len(value):,} values for {count:,} tokens", len(value), count)
-    for key in (*ROLE_KEYS.values(), "eot", "eom"):
-        name = f"tokenizer.ggml.{key}_token_id"
+    for name in ID_KEYS:
         index = metadata.get(name)
-        # llama.cpp takes -1 (all bits set) for "none".
-        if (
-            index is not None
-            and (type(index) is not int or not 0 <= index < max(count, 1))
-            and index not in (-1, 0xFFFFFFFF)
-        ):
-            out.add(
-                Path(name),
-                f"it is {brief(index)}, there are {count:,} tokens",
-                found=brief(index),
-                wanted=f"less than {count}",
-            )
+        if index not in NO_IDS and (type(index) is not int or not 0 <= index < count):
+            out.add(Path(name), f"it is {brief(index)}, there are {count:,} tokens", brief(index), f"less than {count}")
     if out.problems:
         return out
     whole = full or count <= 160_000

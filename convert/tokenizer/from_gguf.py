@@ -33,6 +33,11 @@ from convert.tokenizer.tokenizer import (
 #: Role to the spelling in GGUF keys; two of them are misspelt or long in the format itself.
 ROLE_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 
+#: The keys of all ids: of the roles, and two further ends.
+ID_KEYS = tuple(f"tokenizer.ggml.{key}_token_id" for key in (*ROLE_KEYS.values(), "eot", "eom"))
+#: No id: llama.cpp takes -1 for none, which a file holds as all bits of 32.
+NO_IDS = (None, -1, 0xFFFFFFFF)
+
 #: A key of ours: the Unicode form a tokenizer applies first, where the rules' name does not imply it ('' for none).
 NORMALIZER_KEY = "convert.tokenizer_normalizer"
 #: Keys of ours: ids of the added tokens that carry each flag; GGUF's own keys have no word for them. A file that has
@@ -143,9 +148,10 @@ def special_ids(metadata: Mapping[str, Any]) -> dict[str, int | list[int]]:
     out: dict[str, int | list[int]] = {}
     for role in ("bos", "pad"):
         value = metadata.get(f"tokenizer.ggml.{ROLE_KEYS[role]}_token_id")
-        if value is not None:
-            out[f"{role}_token_id"] = int(value)
+        if value not in NO_IDS:
+            out[f"{role}_token_id"] = int(value)  # type: ignore[arg-type]
     ends = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
+    ends = [value for value in ends if value not in NO_IDS]
     ends += list(metadata.get("convert.eos_token_ids", ()))
     unique = list(dict.fromkeys(int(value) for value in ends if value is not None))
     if unique:
@@ -245,6 +251,15 @@ def _want_utf8(what: str, texts: Sequence[str]) -> None:
 
 def _special(tokenizer: Tokenizer, metadata: Mapping[str, Any], unknown: int | None) -> None:
     """Special tokens, chat templates and the context length, alike for every kind."""
+    rows = len(metadata["tokenizer.ggml.tokens"])
+    for key in ID_KEYS:
+        index = metadata.get(key)
+        if index not in NO_IDS and (type(index) is not int or not 0 <= index < rows):
+            raise ConvertError(
+                _damaged(f"{key} is {index!r:.60}, there are {rows:,} tokens", str(index)[:60], f"< {rows}")
+            )
+    if not isinstance(metadata.get("tokenizer.chat_template", ""), str):
+        raise ConvertError(_damaged("its chat template is no text"))
     for role, key in ROLE_KEYS.items():
         index = metadata.get(f"tokenizer.ggml.{key}_token_id", unknown if role == "unk" else None)
         if index is not None and 0 <= int(index) < len(tokenizer.tokens):

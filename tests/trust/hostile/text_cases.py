@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,44 @@ _BEYOND: dict[str, Any] = {
 }
 
 
+def _texts(*values: str | bytes) -> bytes:
+    return struct.pack("<IQ", 8, len(values)) + b"".join(map(base.string, values))
+
+
+#: Key-values of a GGUF file: name, type, bytes.
+_G = "tokenizer.ggml."
+GGUF: dict[str, tuple[str, int, bytes]] = {
+    "tokens that are a number": (_G + "tokens", 4, struct.pack("<I", 5)),
+    "tokens that are a text": (_G + "tokens", 8, base.string("x" * base.VOCAB)),
+    "no tokens": (_G + "tokens", 9, _texts()),
+    "more tokens than rows": (_G + "tokens", 9, _texts(*(f"t{i}" for i in range(base.VOCAB + 1)))),
+    "a token twice": (_G + "tokens", 9, _texts(*["t"] * base.VOCAB)),
+    "tokens that are no UTF-8": (_G + "tokens", 9, _texts(*(b"\xff%d" % i for i in range(base.VOCAB)))),
+    "tokens that are lists": (_G + "tokens", 9, struct.pack("<IQ", 9, base.VOCAB) + struct.pack("<IQ", 4, 0) * base.VOCAB),
+    "types too few": (_G + "token_type", 9, struct.pack("<IQi", 5, 1, 1)),
+    "types that are a number": (_G + "token_type", 4, struct.pack("<I", 5)),
+    "merges that are a number": (_G + "merges", 4, struct.pack("<I", 5)),
+    "merges of one": (_G + "merges", 9, _texts("t1")),
+    "a million merges of one": (_G + "merges", 9, _texts(*["t"] * 1_000_000)),
+    "an end beyond the rows": (_G + "eos_token_id", 4, struct.pack("<I", base.VOCAB)),
+    "an end that is a text": (_G + "eos_token_id", 8, base.string("2")),
+    "an end of NaN": (_G + "eos_token_id", 6, struct.pack("<f", float("nan"))),
+    "a model that is a number": (_G + "model", 4, struct.pack("<I", 5)),
+    "a template that is no UTF-8": ("tokenizer.chat_template", 8, base.string(b"\xff\xfe")),
+    "a template that is a number": ("tokenizer.chat_template", 4, struct.pack("<I", 5)),
+}  # fmt: skip
+
+
+def _gguf(key: str, kind: int, raw: bytes) -> Callable[[Path], Path]:
+    def build(folder: Path) -> Path:
+        path = folder / "m.gguf"
+        others = [value for value in base.gguf_values() if not value.startswith(base.string(key))]
+        path.write_bytes(base.gguf([*others, base.keyed(key, kind, raw)]))
+        return path
+
+    return build
+
+
 def _with_file(name: str, content: Any) -> Callable[[Path], Path]:
     def build(folder: Path) -> Path:
         base.hf(folder)
@@ -352,6 +391,10 @@ def cases() -> Iterator[Case]:
             if (name, file) == ("ids beyond the rows", "special_tokens_map.json"):
                 passes |= {*ways}  # it has no ids: what it holds is a text that transformers would add
             yield Case(f"{file}: {name}", build, ways, frozenset(passes))
+    for name, keyed in GGUF.items():
+        # Layouts that have no place for a tokenizer say in a note that there is none; GGUF takes the keys as they are.
+        passes = {*_NEVER_READ, "to-scratch", "check"}
+        yield Case(f"gguf tokenizer: {name}", _gguf(*keyed), ("inspect", "validate", "scan", "to-scratch", "to-hf", "to-gguf"), frozenset(passes))  # fmt: skip
     for file in (
         "tokenizer.json",
         "tokenizer.model",
