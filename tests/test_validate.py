@@ -257,6 +257,46 @@ def test_small_files_that_a_conversion_would_refuse(made, tmp_path, name):
     assert name in problem.message and problem.kind == ("config" if "gen" in name else "tokenizer")
 
 
+def test_the_tokenizer_of_another_model(tmp_path, capsys):
+    made = make_hf(tmp_path / "m", "gqa8", tokenizer=120)
+    found = validate(made.path)
+    assert found.ok and "tokenizer.json (" in found.checked  # the control
+    place = made.path / "tokenizer.json"
+    tree = json.loads(place.read_text())
+    tree["model"]["vocab"]["stranger"] = made.config["vocab_size"]
+    place.write_text(json.dumps(tree))
+    (made.path / "generation_config.json").write_text('{"eos_token_id": 100000}')
+    assert run(cli, ["validate", str(made.path)]) == 1
+    said = capsys.readouterr().out
+    assert "2 problems" in said and "it belongs to another model" in said and "eos_token_id is 100000" in said
+    assert "--no-tokenizer" in said.partition("What to do:")[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"decisions": [5]}, "its decisions is [5]"), ({"target": {"files": 7}}, "the files of its target are 7")],
+)
+def test_a_record_that_cannot_be_used_is_named(tmp_path, change, words):
+    from convert.check import check
+    from convert.errors import ConvertError
+
+    made = make_hf(tmp_path / "m", "gqa8")
+    import convert
+
+    convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
+    assert check(tmp_path / "out").ok and not any("passed over" in n for n in validate(tmp_path / "out").notes)
+    place = tmp_path / "out" / "conversion.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | change))
+    found = validate(tmp_path / "out")
+    assert found.ok and any("conversion.json was passed over" in n and words in n for n in found.notes)
+    with pytest.raises(ConvertError) as caught:
+        check(tmp_path / "out")
+    assert words in str(caught.value) and caught.value.problems[0].hint
+    place.unlink()
+    place.symlink_to("nowhere")
+    assert any("conversion.json was passed over" in n for n in validate(tmp_path / "out").notes)
+
+
 def test_json(made, tmp_path, capsys):
     folder = changed(made, tmp_path, lambda s: s.pop(K1))
     assert run(cli, ["validate", str(folder), "--json"]) == 1
