@@ -103,7 +103,8 @@ _CATEGORIES = {
     "imports by name": "importlib imp _imp _frozen_importlib _frozen_importlib_external pkgutil zipimport modulefinder "
     "ihooks site sys gc inspect six future past lazy_loader",
     "rebuilds code": "types marshal new ast dis opcode dill _dill cloudpickle numba",
-    "unpickles without restriction": "pickle _pickle cPickle pickletools shelve joblib jsonpickle klepto",
+    "unpickles without restriction": "pickle _pickle cPickle pickletools shelve joblib jsonpickle klepto yaml "
+    "_yaml ruamel",
     "reaches the network": "socket _socket ssl _ssl http httplib urllib urllib2 ftplib smtplib imaplib poplib "
     "telnetlib nntplib xmlrpc xmlrpclib socketserver asyncio asyncore select selectors requests urllib3 httpx httpcore "
     "aiohttp websocket websockets paramiko boto3 botocore s3fs gcsfs zmq tornado twisted gevent eventlet trio anyio "
@@ -122,6 +123,14 @@ _PARTS = {
     "pydantic.types.ImportString": "imports by name",
     "test.support": "starts programs",
     "test.libregrtest": "starts programs",
+    "transformers.commands": "starts programs",
+    "transformers.testing_utils": "starts programs",
+    "transformers.utils.hub": "reaches the network",
+    "accelerate.commands": "starts programs",
+    "accelerate.launchers": "starts programs",
+    "accelerate.test_utils": "starts programs",
+    "PIL.EpsImagePlugin": "starts programs",
+    "PIL.ImageGrab": "starts programs",
     "PIL.ImageMath": "executes code",
     "PIL.ImageShow": "starts programs",
 }
@@ -151,6 +160,7 @@ _TORCH_NOT = tuple(
         "ao.quantization.fx ao.quantization.pt2e utils.data.datapipes distributed.rpc distributed.elastic "
         "distributed.launch distributed.launcher distributed.run distributed.nn distributed.distributed_c10d "
         "distributed.checkpoint distributed.argparse_util distributed.rendezvous distributed._tools"
+        " distributed.debug distributed._shard.checkpoint"
         " distributed.autograd"
     )
 )
@@ -194,9 +204,29 @@ _VERBS = frozenset(
         "to_pickle instantiate sympify parse_expr urlopen urlretrieve wget download install main remove unlink rmtree "
         "rmdir makedirs mkdir symlink copyfile copytree write save_pretrained Unpickler FileIO CDLL runstring shell "
         "command attrgetter methodcaller namedtuple FunctionType CodeType ModuleType NamedTemporaryFile mkstemp "
-        "mkdtemp TemporaryDirectory ProcessPoolExecutor ThreadPoolExecutor ZipFile TarFile TCPStore FileStore FileLock"
+        "mkdtemp TemporaryDirectory ProcessPoolExecutor ThreadPoolExecutor ThreadingHTTPServer "
+        "HTTPServer get_type_hints start pipeline ZipFile TarFile TCPStore FileStore FileLock"
     )
 )
+#: Packages of whose objects pickles name classes, and functions that are kept, but none that is called.
+_NO_FUNCTIONS = frozenset(
+    _words(
+        "transformers accelerate peft trl datasets evaluate PIL matplotlib networkx torchgen safetensors tokenizers "
+        "tqdm attr attrs click typer rich prompt_toolkit pygments traitlets jsonschema docutils parso jedi executing "
+        "stack_data pyparsing fontTools packaging wandb tensorboard gguf sentencepiece typing_extensions omegaconf "
+        "torchvision torchaudio hydra decorator wrapt"
+    )
+)
+#: Functions and lower-case classes of torch and numpy that pickles of data call, without underscores before them.
+_REBUILD = frozenset(
+    _words(
+        "scalar reconstruct frombuffer convert_to_stringdtype_kwargs mareconstruct dtype ndarray recarray record "
+        "matrix void datetime64 timedelta64 str_ bytes_ bool_ get_layout refresh_per_optimizer_state "
+        "get_thnn_function_backend device"
+    )
+)
+_REBUILD_BEGIN = ("rebuild", "pyx_unpickle", "float", "int", "uint", "complex")
+_RETURNED = "torch.return_types."
 _VERBS_BEGIN = _words("load_ read_ open_ exec_ eval_ run_ download_ import_ spawn_ save_ write_ execute_")
 
 
@@ -234,6 +264,8 @@ def reason(module: str, name: str, *, of_instance: bool = False) -> str | None:
         if top == "torch" and len(path) == 2 and path[0] == "torch":  # torch.contiguous_format, of torch._utils
             return _torch("torch", path[1:])
         return "reaches into another module"
+    if not own and name in _WHY and not of_instance:
+        return "names another module"
     if len(path) > 1 and not _a_class(path[0]) and top != "__main__" and not of_instance:
         return "reaches into another module"
     return _torch(module, path) if top == "torch" else _numpy(module, path) if top == "numpy" else None
@@ -243,6 +275,17 @@ def reason_called(name: str) -> str | None:
     """Why nobody should call a function of this dotted name, of a package that is not known otherwise; or None."""
     last = name.rpartition(".")[2]
     bare = last.lstrip("_")
+    top = name.partition(".")[0]
+    if top in _NO_FUNCTIONS and bare[:1].islower():
+        return "calls a function, where only classes are of data"
+    if (
+        top in ("torch", "numpy")
+        and bare[:1].islower()
+        and not (
+            bare in _REBUILD or bare.startswith(_REBUILD_BEGIN) or bare.endswith("_ctor") or name.startswith(_RETURNED)
+        )
+    ):
+        return "calls a function that rebuilds no tensor"
     if bare in _VERBS or bare.startswith(_VERBS_BEGIN):
         return "loads, runs or writes something when called"
     return None

@@ -100,6 +100,18 @@ CALLS: dict[str, Callable[[str], bytes]] = {
     "logging's files": lambda sh: b"clogging\nFileHandler\n(" + base.text("canary") + b"tR",
     "argparse's files": lambda sh: b"cargparse\nFileType\n(" + base.text("w") + b"tR(" + base.text("canary") + b"tR",
     "hidden in a popped value": lambda sh: b"cos\nsystem\n(" + base.text(sh) + b"tR0N",
+    "texts evaluated as type hints": lambda sh: b"ctorch.nested._internal.nested_int\nget_type_hints\n(cmypackage\nX\n)\x81tR",
+    "yaml's unsafe loader": lambda sh: b"cyaml\nUnsafeLoader\n(" + base.text("!!python/name:os.system") + b"tR",
+    "a command of a library": lambda sh: b"caccelerate\nnotebook_launcher\n(cbuiltins\nlen\ntR",
+    "a server in torch": lambda sh: b"ctorch.distributed.debug._frontend\nThreadingHTTPServer\n)R",
+    "an evaluated plot": lambda sh: b"cmatplotlib.cbook\nget_sample_data\n(" + base.text("x") + b"tR",
+    "attrs' compiler": lambda sh: b"cattr._make\n_compile_and_eval\n(" + base.text("import os") + b"}tR",
+    "PIL's ghostscript": lambda sh: b"cPIL.EpsImagePlugin\nGhostscript\n)R",
+    "Popen of another module": lambda sh: b"cmypackage.tools\nPopen\n(" + base.text(sh) + b"tR",
+    "a partial that is called": lambda sh: b"cfunctools\npartial\n(cmypackage.tools\nrun_command\n" + base.text(sh) + b"tR)R",
+    "reduce of a loader": lambda sh: b"cfunctools\nreduce\n(cmypackage.tools\nload\n(" + base.text("a") + base.text("b") + b"ttR",
+    "a module's own main": lambda sh: b"cmypackage.__main__\nX\n",
+    "a storage's method": lambda sh: b"cbuiltins\ngetattr\n((" + base.text("storage") + b"ctorch\nFloatStorage\n" + base.text("0") + base.text("cpu") + b"M\0\5tQ" + base.text("_write_file") + b"tR",
     "before damage": lambda sh: b"cos\nsystem\n(" + base.text(sh) + b"tR\xff",
 }  # fmt: skip
 
