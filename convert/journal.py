@@ -15,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,7 +258,7 @@ def _read(path: Path) -> _Kept | None:
     for line in lines[1:]:
         try:
             if line.startswith(_COMMIT.encode()):
-                moved = dict(json.loads(line[len(_COMMIT) :]))
+                moved = {name: [int(inode), int(size)] for name, (inode, size) in _moves(line)}
             else:
                 number, start, stop = map(int, line.split())
                 finished.add(number, start, stop)
@@ -266,6 +266,11 @@ def _read(path: Path) -> _Kept | None:
             break
         size += len(line) + 1
     return identity, finished, moved, size
+
+
+def _moves(line: bytes) -> Iterable[tuple[str, Any]]:
+    """What a line says of files being moved; none of a name that leads elsewhere (a stranger may have written it)."""
+    return ((n, what) for n, what in dict(json.loads(line[len(_COMMIT) :])).items() if n and os.path.basename(n) == n)
 
 
 def fingerprint(plan: ConversionPlan) -> dict[str, Any]:

@@ -142,7 +142,8 @@ def run(
             claim.clear()
         journal = Journal(claim.folder, identity, resume=resume)
         with writing(claim.folder):
-            claim.take_back(journal.moved)
+            made = {*(f.name for f in plan.files), *plan.sidecars}
+            claim.take_back({name: what for name, what in journal.moved.items() if name in made})
             claim.clear(keep={*(f.name for f in plan.files), JOURNAL_NAME})
         crcs = Beside(plan, cancel)
         writer = writer_type(plan, claim.folder, crcs.follow(progress), cancel, journal)

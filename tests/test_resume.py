@@ -289,3 +289,21 @@ def test_the_judge_sees_what_it_shall_see(tmp_path):
     (folder.place / "out" / "model.safetensors").write_bytes(b"half")
     assert "half an output" in str(folder.judge())
     shutil.rmtree(folder.place)
+
+
+def test_a_journal_that_names_other_files(made, tmp_path):
+    """Somebody else may have written it: what is no file of this output stays where it is."""
+    out, mine = tmp_path / "out.gguf", tmp_path / "mine"
+    cancel = threading.Event()
+    with pytest.raises(Cancelled):
+        convert.convert_checkpoint(
+            made.path, out, to="gguf", resume=True, cancel=cancel, progress=lambda _: cancel.set(), tokenizer=False
+        )
+    mine.write_text("mine")
+    what = [mine.stat().st_ino, 4]
+    with (tmp_path / "out.gguf.partial" / ".journal").open("a") as file:
+        file.write("commit " + json.dumps({"mine": what, "../mine": what, "": what}) + "\n")
+        file.write("commit " + json.dumps({"mine": what, "x": None}) + "\n")
+    convert.convert_checkpoint(made.path, out, to="gguf", resume=True, tokenizer=False)
+    assert mine.read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"source", "mine", "out.gguf", "out.gguf.conversion.json"}
