@@ -54,6 +54,7 @@ class Options:
         tie: ``"share"`` accepts a missing head as tied; ``"copy"`` keeps an equal head as a tensor of its own.
         context: Maximum positions, where the source does not say.
         table: A family's table that is not among ours.
+        follow_links: Follow links that lead out of the folder (:mod:`convert.links`).
     """
 
     layout: str | None = None
@@ -66,6 +67,7 @@ class Options:
     tie: str | None = None
     context: int | None = None
     table: MappingTable | None = None
+    follow_links: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that an option does not have."""
@@ -224,7 +226,7 @@ def open_checkpoint(src: str | Path | Place, **options: Any) -> Checkpoint:
 
 def _open(at: Place, chosen: Options) -> Checkpoint:
     path = at.path
-    found = locate(path)
+    found = locate(path, follow_links=chosen.follow_links)
     found.notes = [*at.notes, *found.notes]
     seen = stamps(found.files)
     containers = _read_all(found)

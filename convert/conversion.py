@@ -16,7 +16,7 @@ from convert.plan import ConversionPlan, Request, decides_head, make_plan, reque
 from convert.platform import allow_many_files, keep_freed_memory
 from convert.run import Summary, check_target, run
 
-_SOURCE_OPTIONS = ("layout", "family", "config", "size", "key", "qk_layout", "tie", "context")
+_SOURCE_OPTIONS = ("layout", "family", "config", "size", "key", "qk_layout", "tie", "context", "follow_links")
 _REQUEST_OPTIONS = (
     "format",
     "max_shard_size",

@@ -16,6 +16,7 @@ from convert.adapters import adapter_folder
 from convert.config import read_json
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
+from convert.links import refuse_links, refuse_side_links
 from convert.numbered_files import number_of, numbered_files, row_of
 from convert.trainers import refuse_folder
 
@@ -67,8 +68,12 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
 
-def locate(src: Path) -> Found:
+def locate(src: Path, *, follow_links: bool = False) -> Found:
     """Find the checkpoint at ``src``, a folder or one of its files.
+
+    Args:
+        src: The folder or file; if it is a link, it is followed.
+        follow_links: Follow links in the folder that lead out of it, wherever they lead (:mod:`convert.links`).
 
     Raises:
         UsageError: Nothing is there.
@@ -82,7 +87,11 @@ def locate(src: Path) -> Found:
         raise UsageError(f"{src} does not exist.", hint="Give a checkpoint folder or file.")
     if not src.is_dir() and not src.is_file():  # opening a pipe would wait for its writer
         raise UsageError(f"{src} is a pipe, socket or device, not a file.", hint="Give a checkpoint folder or file.")
+    if not follow_links:
+        refuse_side_links(src if src.is_dir() else src.parent)
     found = _from_folder(src) if src.is_dir() else _from_file(src)
+    if not follow_links:
+        refuse_links((p for p in found.files if p != src), found.folder)
     _audit_links(found)
     found.notes = said + found.notes
     if found.config is None:
@@ -332,8 +341,14 @@ def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:
     )
 
 
-def _nothing(folder: Path) -> UsageError:
+def _nothing(folder: Path) -> ConvertError:
     there = sorted(p.name for p in folder.iterdir())
+    odd = [n for n in there if (n.endswith(SUFFIXES) or n in INDEX_NAMES) and not n.startswith(NOT_WEIGHTS)]
+    if odd := [n for n in odd if not (folder / n).is_file()]:
+        what = "a folder" if (folder / odd[0]).is_dir() else "a pipe, socket or device, or leads to one"
+        return ConvertError(
+            Problem("no_file", f"{folder / odd[0]} is no file: it is {what}.", file=str(folder / odd[0]))
+        )
     more = hub_cache.unfinished(folder)
     if more:
         return UsageError(f"no weights in {folder}, but {more}.", hint="Let the download finish, or start it again.")

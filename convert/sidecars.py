@@ -14,6 +14,7 @@ from convert import rope
 from convert.carried import carried, unsound_files
 from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.spec import Entry
+from convert.links import refuse_side_links
 from convert.plan import ConversionPlan
 from convert.record import dump, record, stated_keys
 from convert.unstated import note_context, note_theta
@@ -155,6 +156,8 @@ def tokenizer_place(plan: ConversionPlan) -> Path:
     place = Path(plan.request.tokenizer_path or plan.source.folder)
     if not place.exists():
         raise UsageError(f"--tokenizer {place}: there is no such file or folder.")
+    if place.is_dir() and not plan.source.options.follow_links:
+        refuse_side_links(place)
     return place
 
 

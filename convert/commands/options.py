@@ -63,6 +63,7 @@ source_options = stack(
     click.option(
         "--tie", type=click.Choice(["share", "copy"]), help="Head: one with the embedding, or a tensor of its own."
     ),
+    click.option("--follow-links", is_flag=True, help="Follow links that lead out of the checkpoint's folder."),
 )
 
 output_options = stack(
