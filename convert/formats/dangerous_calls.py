@@ -17,7 +17,16 @@ from convert.formats.placeholders import GETATTR, ElementType, Known, Placeholde
 _TYPE = frozenset(("builtins.type", "__builtin__.type"))
 _PARTIAL = frozenset(("functools.partial", "_functools.partial"))
 #: They call their first argument.
-_APPLY = frozenset(("functools.reduce", "_functools.reduce", "__builtin__.reduce", "itertools.accumulate"))
+_APPLY = frozenset(
+    (
+        "functools.reduce",
+        "_functools.reduce",
+        "__builtin__.reduce",
+        "builtins.iter",
+        "__builtin__.iter",
+        "torch._tensor._rebuild_from_type",
+    )
+)
 _PLAIN = (str, bytes, int, float, complex, list, tuple, dict, type(None))
 _MOST_LISTED = 20
 _MOST_SHOWN = 4

@@ -88,7 +88,7 @@ _HARMLESS: dict[str, frozenset[str]] = {
     }.items()
 }
 #: Of modules with ``*``, what makes classes or evaluates texts all the same.
-_NOT = frozenset(_words("NamedTuple TypedDict NewType get_type_hints localcontext"))
+_NOT = frozenset(_words("ABCMeta NamedTuple TypedDict NewType get_type_hints localcontext"))
 
 _CATEGORIES = {
     "starts programs": "os posix nt subprocess _posixsubprocess commands popen2 pty multiprocessing _multiprocessing "
@@ -101,7 +101,8 @@ _CATEGORIES = {
     "pydevd _pydevd_bundle jupyter_client nbclient nbconvert pytest _pytest py nose hypothesis sympy mpmath jinja2 "
     "mako asteval numexpr RestrictedPython execjs js2py",
     "imports by name": "importlib imp _imp _frozen_importlib _frozen_importlib_external pkgutil zipimport modulefinder "
-    "ihooks site sys gc inspect six future past lazy_loader",
+    "ihooks site sys gc inspect six future past lazy_loader "
+    "sitecustomize usercustomize",
     "rebuilds code": "types marshal new ast dis opcode dill _dill cloudpickle numba",
     "unpickles without restriction": "pickle _pickle cPickle pickletools shelve joblib jsonpickle klepto yaml "
     "_yaml ruamel",

@@ -112,6 +112,10 @@ CALLS: dict[str, Callable[[str], bytes]] = {
     "reduce of a loader": lambda sh: b"cfunctools\nreduce\n(cmypackage.tools\nload\n(" + base.text("a") + base.text("b") + b"ttR",
     "a module's own main": lambda sh: b"cmypackage.__main__\nX\n",
     "a storage's method": lambda sh: b"cbuiltins\ngetattr\n((" + base.text("storage") + b"ctorch\nFloatStorage\n" + base.text("0") + base.text("cpu") + b"M\0\5tQ" + base.text("_write_file") + b"tR",
+    "_rebuild_from_type": lambda sh: b"ctorch._tensor\n_rebuild_from_type\n(cmypackage\nload\ncmypackage\nX\n(" + base.text("x") + b"t}tR",
+    "iter of a partial": lambda sh: b"cbuiltins\niter\n(cfunctools\npartial\n(cmypackage\nload\ntRNtR",
+    "sitecustomize": lambda sh: b"csitecustomize\nx\n",
+    "a metaclass": lambda sh: b"cnumbers\nABCMeta\n(" + base.text("X") + b")}tR",
     "before damage": lambda sh: b"cos\nsystem\n(" + base.text(sh) + b"tR\xff",
 }  # fmt: skip
 
