@@ -42,7 +42,7 @@ def refuse_links(paths: Iterable[Path], folder: Path) -> None:
     root = folder.resolve()
     problems = []
     for path in paths:
-        if path.resolve().is_relative_to(root) or not path.is_file():
+        if not path.is_file() or path.resolve().is_relative_to(root):  # a loop of links is no file, and has no end
             continue
         target = path.resolve()
         if not (_is_blob(target) or _is_blob(_first_step(path)) or _same_work_tree(root, target)):

@@ -88,3 +88,9 @@ def test_what_the_user_names_is_followed(model, tmp_path):
     (tmp_path / "link").symlink_to(model)
     with convert.open_checkpoint(tmp_path / "link") as found:
         assert len(found.tensors) == 21
+
+
+def test_a_link_to_itself_is_no_crash(model):
+    (model / "tokenizer.json").symlink_to("tokenizer.json")
+    with convert.open_checkpoint(model) as found:
+        assert any("links to nothing: tokenizer.json" in n for n in found.notes)
