@@ -103,11 +103,16 @@ class Claim:
                 )
             )
 
-    def clear(self, *, keep: Collection[str] = ()) -> None:
-        """Clear away what an earlier, unfinished run has left in the partial folder, but for files called ``keep``."""
-        for path in self.folder.iterdir():
-            if path != self._lock and path.name not in keep:
-                remove(path)
+    def clear(self, *, keep: Collection[str] = ()) -> int:
+        """Clear away what an earlier, unfinished run has left in the partial folder, but for files called ``keep``.
+
+        Returns:
+            How many files and folders that were.
+        """
+        gone = [path for path in self.folder.iterdir() if path != self._lock and path.name not in keep]
+        for path in gone:
+            remove(path)
+        return len(gone)
 
     def _acquire(self) -> bool:
         for _ in range(3):  # whoever holds the folder may rename or remove it at any moment

@@ -258,7 +258,7 @@ def _unexpected(error: Exception, debug: bool) -> Problem:
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         problem = Problem("system", f"{error.strerror or error}{where}.")
-    elif isinstance(error, MemoryError):
+    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
         kept = " ".join(getattr(error, "__notes__", ()))
         problem = Problem("memory", f"out of memory. Use fewer --threads. {kept}".strip())
     else:

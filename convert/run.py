@@ -138,8 +138,7 @@ def run(
         claim.take()
         with reading(plan.source.path):
             identity = fingerprint(plan)
-        if not resume:
-            claim.clear()
+        cleared = 0 if resume else claim.clear()
         journal = Journal(claim.folder, identity, resume=resume)
         with writing(claim.folder):
             made = {*(f.name for f in plan.files), *plan.sidecars}
@@ -187,7 +186,7 @@ def run(
         tensors=sum(len(f.entries) for f in plan.files),
         bytes_written=plan.nbytes,
         seconds=time.perf_counter() - started,
-        notes=notes + _resumed(writer, resume),
+        notes=notes + _resumed(writer, resume, cleared),
         underflowed=losses.get("underflowed", 0),
         clamped=losses.get("clamped", 0),
         resumed=writer.found,
@@ -223,9 +222,10 @@ def _ended(error: BaseException, claim: Claim, *, keep: bool) -> BaseException:
     return told.with_traceback(error.__traceback__)
 
 
-def _resumed(writer: Writer, resume: bool) -> list[str]:
+def _resumed(writer: Writer, resume: bool, cleared: int) -> list[str]:
     if not resume:
-        return []
+        said = "what an earlier, unfinished run had left was cleared away; with --resume it is gone on from"
+        return [said] if cleared else []
     if not writer.found + writer.redone:
         return ["--resume: there was nothing to go on from; written from the beginning"]
     notes = [f"--resume: {writer.found:,} bytes of an earlier run were there and agree with the source"]

@@ -190,11 +190,14 @@ def test_a_conversion_that_fails_verification_is_renamed(hf, tmp_path, capsys, m
     from convert.source import RopePermuted
 
     monkeypatch.setattr(RopePermuted, "read", lambda self, a, b: self.source.read(a, b))  # a fault of ours
-    for _ in range(2):  # the second time there is one already
+    (tmp_path / "out.failed").mkdir()
+    (tmp_path / "out.failed" / "thesis.tex").write_text("somebody's")
+    for number in (1, 2):
         assert call("hf-to-meta", hf, tmp_path / "out", "--verify", "always") == 1
         out = capsys.readouterr().out
-        assert "verify: fail" in out and "out.failed" in out
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["out.failed"]
+        assert "verify: fail" in out and f"renamed to {tmp_path / 'out.failed'}{number}." in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.failed", "out.failed1", "out.failed2"]
+    assert (tmp_path / "out.failed" / "thesis.tex").read_text() == "somebody's"
 
 
 def test_always_passes_on_a_good_conversion(hf, tmp_path, capsys):
@@ -393,6 +396,19 @@ def test_a_bug_is_one_line(hf, tmp_path, capsys, monkeypatch):
     assert call("hf-to-meta", hf, tmp_path / "out") == 1
     err = capsys.readouterr().err
     assert "ZeroDivisionError" in err and "--debug" in err and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_memory_for_a_thread_is_no_bug(hf, tmp_path, capsys, monkeypatch):
+    """Python raises RuntimeError then, with these words."""
+
+    def none(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("convert.run.read_back", none)
+    assert call("hf-to-meta", hf, tmp_path / "out") == 1
+    err = capsys.readouterr().err
+    assert "out of memory. Use fewer --threads." in err and "bug" not in err
     assert not list(tmp_path.iterdir())
 
 

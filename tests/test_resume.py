@@ -74,6 +74,14 @@ def test_a_stopped_run_is_continued_to_the_same_bytes(made, tmp_path, form):
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_a_run_that_does_not_resume_says_what_it_cleared_away(made, tmp_path):
+    stop_after(made, tmp_path / "out", 60_000)
+    summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch")
+    assert any("cleared away; with --resume" in note for note in summary.notes)
+    again = convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch", overwrite=True)
+    assert not any("cleared away" in note for note in again.notes)  # the control: nothing was
+
+
 def test_what_is_wrong_in_the_partial_folder_is_written_again(made, tmp_path):
     """The journal is not believed: a finished piece that is not the source's is found and made again."""
     convert.convert_checkpoint(made.path, tmp_path / "wanted", to="scratch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -269,21 +270,17 @@ def _said(plan: ConversionPlan) -> list[str]:
 
 def _rename_failed(plan: ConversionPlan, out: Path) -> Path:
     """Nothing that failed keeps a name under which it would be taken for good; returns the (first) new name."""
-    from convert.output import remove
-
     paths = [out.with_name(f.name) for f in plan.files] if plan.single_file else [out]
-    sources = {p.resolve() for f in plan.source.files for p in (f, *f.parents)}
     endings = (f".failed{number or ''}" for number in itertools.count())
-    # The source may be what an earlier try left under such a name.
-    ending = next(e for e in endings if not any(p.with_name(p.name + e).resolve() in sources for p in paths))
+    # What has such a name already is somebody's: an earlier try, which may be the source of this one, or more.
+    ending = next(e for e in endings if not any(os.path.lexists(p.with_name(p.name + e)) for p in paths))
     for path in paths:
-        remove(path.with_name(path.name + ending))  # of an earlier try
         path.replace(path.with_name(path.name + ending))
     return paths[0].with_name(paths[0].name + ending)
 
 
 def _tell(plan: ConversionPlan, summary: Summary) -> None:
-    from convert.report import human_bytes
+    from convert.report import human_bytes, printable
 
     rate = summary.bytes_written / max(summary.seconds, 1e-9)
     click.echo(
@@ -294,6 +291,6 @@ def _tell(plan: ConversionPlan, summary: Summary) -> None:
     if len(plan.files) > 1 and plan.single_file:
         click.echo(f"  {len(plan.files)} files: {plan.files[0].name} … {plan.files[-1].name}")
     for note in summary.notes:
-        click.echo(f"  note: {note}")
+        click.echo(printable(f"  note: {note}"))  # names of files may be in it
     checked = "sampled blocks" if summary.checked == "sampled" else "tensors, every byte"
     click.echo(f"Checked after writing: sizes, headers, {summary.checked_blocks} {checked}.")

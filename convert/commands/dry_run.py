@@ -22,7 +22,7 @@ def show_plan(
 ) -> int:
     """Print what would be read and written, and what would forbid it; returns the exit code that this would have."""
     from convert.decisions import lines
-    from convert.report import human_bytes
+    from convert.report import human_bytes, printable
 
     forbidden = _forbidden(plan, out, threads=threads, overwrite=overwrite, force=force, resume=resume)
     problems = forbidden.problems if forbidden else ()
@@ -76,19 +76,21 @@ def show_plan(
         click.echo(f"decided: {line}")
     for note in plan.notes:
         if not note.startswith(("ignored ", "rows of Q and K are put ")):  # told above
-            click.echo(f"note: {note}")
+            click.echo(printable(f"note: {note}"))
     for problem in problems:
         hint = f" {problem.hint}" if problem.hint else ""
-        click.echo(f"error: the conversion would stop here: {problem.message}{hint}")
+        click.echo(printable(f"error: the conversion would stop here: {problem.message}{hint}"))
     click.echo("Nothing was written (dry run).")
     return code
 
 
 def _list(lines: list[str]) -> None:
     """Names of files; of hundreds of shards the first and the last tell enough."""
+    from convert.report import printable
+
     shown = lines if len(lines) <= _SHOWN else [*lines[: _SHOWN - 2], f"… {len(lines) - _SHOWN + 1} more", lines[-1]]
     for line in shown:
-        click.echo(f"  {line}")
+        click.echo(printable(f"  {line}"))
 
 
 def _forbidden(

@@ -152,7 +152,7 @@ def parts(scene: Scene, every: int) -> int:
 
 def missing(scene: Scene, every: int) -> int:
     """Calls that other systems and file systems do not have."""
-    sets = (*({c} for c in ("pread", "pwrite", "copy_file_range", "flock", "renameat2")),)
+    sets = (*({c} for c in ("pread", "pwrite", "copy_file_range", "fallocate", "flock", "renameat2")),)
     for names in (*sets, set().union(*sets)):
         scene.clear()
         platform.DISABLED.update(names)
