@@ -13,6 +13,7 @@ from convert.errors import ConvertError, Problem, UsageError
 from convert.formats.gguf_values import U32, Array, Bool, Str, StringArray, Value
 from convert.tokenizer import merges as bpe
 from convert.tokenizer import pretokenizers
+from convert.tokenizer.beyond import without_rowless
 from convert.tokenizer.from_gguf import FLAGS, FLAGS_KEY, NORMALIZER_KEY, ROLE_KEYS
 from convert.tokenizer.to_hf import merges_of
 from convert.tokenizer.tokenizer import (
@@ -66,6 +67,7 @@ def gguf_metadata(
     """
     if model not in (None, _MODELS[tokenizer.kind]) and (model, tokenizer.kind) != (GEMMA4, SENTENCEPIECE):
         raise UsageError(f"A {tokenizer.kind} tokenizer cannot be written as {model!r}.")
+    tokenizer = without_rowless(tokenizer, rows, config or {}, generation_config or {})
     rules = _rules(tokenizer, pre)
     _possible(tokenizer, rows)
     tokens, types = list(tokenizer.tokens), list(tokenizer.types)

@@ -227,8 +227,35 @@ def test_rows_win(multilingual: str, tmp_path: Path) -> None:
     folder = save(tokenizer, tmp_path / "hf", eos_token="<|end|>")
     tokens = gguf_metadata(read_tokenizer(folder), rows=604)["tokenizer.ggml.tokens"].value
     assert tokens[600:] == ["[PAD602]", "[PAD601]", "[PAD602]_", "[PAD603]"]
-    with pytest.raises(ConvertError, match="601 tokens, the embedding only 600 rows"):
-        gguf_metadata(read_tokenizer(folder), rows=600)
+    with pytest.raises(ConvertError, match="601 tokens, the embedding only 599 rows"):
+        gguf_metadata(read_tokenizer(folder), rows=599)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "bare"])
+def test_added_tokens_without_a_row_are_left_out(
+    kind: str, multilingual: str, texts: list[str], tmp_path: Path
+) -> None:
+    """As Gemma 3's text models have one; ids of all other text stay, and llama.cpp loads the file."""
+    made = trained.byte_level(multilingual) if kind == "byte level" else trained.byte_fallback(multilingual, style=kind)
+    rows = made.get_vocab_size()
+    made.add_special_tokens(["<image_soft_token>"])
+    names = {"eos_token": "<|end|>"} if kind == "byte level" else {"bos_token": "<s>", "eos_token": "</s>"}
+    folder = save(made, tmp_path / "hf", add_bos_token=False, **names)
+    keys = agree(folder, texts, rows=rows)
+    assert len(keys["tokenizer.ggml.tokens"].value) == len(keys["tokenizer.ggml.token_type"].value) == rows
+    source = read_tokenizer(folder)
+    for _ in range(2):  # planning and writing
+        gguf_metadata(source, rows=rows)
+    assert [f"'<image_soft_token>' ({rows:,})" in n for n in source.notes if "Left out" in n] == [True]
+    assert source.tokens[rows] == "<image_soft_token>"
+    control = read_tokenizer(folder)  # with a row it is there
+    assert "<image_soft_token>" in gguf_metadata(control, rows=rows + 1)["tokenizer.ggml.tokens"].value
+    assert not any("Left out" in note for note in control.notes)
+    for config in ({"eos_token_id": [1, rows]}, {"text_config": {"pad_token_id": rows}}):
+        with pytest.raises(ConvertError, match="image_soft_token"):
+            gguf_metadata(read_tokenizer(folder), rows=rows, config=config)
+    with pytest.raises(ConvertError, match="the embedding only"):  # a token of the vocabulary itself lacks a row
+        gguf_metadata(read_tokenizer(folder), rows=rows - 1)
 
 
 def test_templates_from_all_their_homes(multilingual: str, tmp_path: Path) -> None:
