@@ -119,6 +119,9 @@ def generate(
             on_step(f"loading {opened.path.name} ({chosen}, {target})")
         model = load_reference(opened, device=target, dtype=getattr(torch, chosen))
         ends = end_ids(opened, texts)
+    except ConvertError as error:
+        error.source = error.source or opened.title
+        raise
     finally:
         if opened is not src:
             opened.close()

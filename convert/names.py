@@ -62,7 +62,10 @@ def names_table(raw: Mapping[str, Any], source: str) -> MappingTable:
     if "extends" not in raw:
         raise TableError(f"{source}: the key 'extends' is missing.", hint='Name the family: extends = "llama".')
     check_types(raw, source, names_file=True)
-    base = load_table(raw["extends"])
+    try:
+        base = load_table(raw["extends"])
+    except UsageError as error:
+        raise TableError(f"{source}: extends: {error.problems[0].message}", hint=error.problems[0].hint) from None
     return _apply(base, raw, source)
 
 

@@ -113,7 +113,7 @@ def test_no_such_file_lists_the_ready_made():
 
 
 def test_no_such_family(tmp_path):
-    with pytest.raises(UsageError, match="'nothing'"):
+    with pytest.raises(TableError, match=r"extends: .*'nothing'"):
         load(tmp_path, WHOLE.replace('"llama"', '"nothing"'))
 
 

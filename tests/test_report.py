@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from convert.errors import Problem
-from convert.report import error_lines, fold_names, fold_problems, human_bytes, ranges
+from convert.report import error_lines, fold_names, fold_problems, human_bytes, ranges, speakable
 
 
 def test_ranges():
@@ -100,5 +100,6 @@ def test_an_error_names_its_file_once_and_obeys_nothing():
         "error: /m: the config says 5.",
         "error: the config says 6.",
     ]
+    assert speakable("a\x1b[2J\n\u200d\x9b") == "a\\x1b[2J\n\u200d\\x9b"
     assert error_lines(found[2:3]) == ["error: the config says 5."]
     assert error_lines([Problem("x", f"{i}.") for i in range(40)])[-1] == "… and 10 more."

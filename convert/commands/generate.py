@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,11 @@ def command(src: str, prompt: str, as_json: bool, quiet: bool, debug: bool, **op
             pass
         click.echo(json.dumps(made.as_json(), indent=2, ensure_ascii=False))
         return 0
+    from convert.report import speakable
+
+    on_terminal = sys.stdout.isatty()
     for piece in made:
-        click.echo(piece, nl=False)  # which flushes
+        click.echo(speakable(piece) if on_terminal else piece, nl=False)  # which flushes
     click.echo()
     if speak:
         rate = len(made.ids) / made.seconds if made.seconds else 0.0

@@ -33,15 +33,18 @@ def command(src: str, tensors: bool, as_json: bool, quiet: bool, debug: bool, **
 
 
 def _show(found: Inspection) -> None:
+    from convert.report import printable
+
     click.echo(found.title or str(found.path))
     pairs = found.lines()
     wide = max(len(key) for key, _ in pairs)
     for key, value in pairs:
-        click.echo(f"  {key.ljust(wide)}  {value}")
+        click.echo(printable(f"  {key.ljust(wide)}  {value}"))
 
 
 def _list(found: Inspection) -> None:
     from convert.inspection import dtype_name
+    from convert.report import printable
 
     rows = [
         (t.name, dtype_name(t.dtype), str(list(t.shape)), f"{t.nbytes:,}", ", ".join(t.files)) for t in found.tensors
@@ -49,5 +52,7 @@ def _list(found: Inspection) -> None:
     wide = [max(len(row[i]) for row in rows) for i in range(4)]
     for name, kind, shape, size, files in rows:
         click.echo(
-            f"{name.ljust(wide[0])}  {kind.ljust(wide[1])}  {shape.ljust(wide[2])}  {size.rjust(wide[3])}  {files}"
+            printable(
+                f"{name.ljust(wide[0])}  {kind.ljust(wide[1])}  {shape.ljust(wide[2])}  {size.rjust(wide[3])}  {files}"
+            )
         )

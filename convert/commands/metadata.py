@@ -104,11 +104,12 @@ def _show(values: KeyValues, *, as_json: bool) -> None:
         click.echo(json.dumps({"schema": "convert.metadata/1", "metadata": entries}, indent=2, ensure_ascii=False))
         return
     from convert.formats.gguf_edit import PADDING_KEY
+    from convert.report import printable
 
     shown = [(key, value) for key, value in values.typed() if key != PADDING_KEY]  # spaces, room for later edits
     width = max((len(key) for key, _ in shown), default=0)
     for key, value in shown:
-        click.echo(f"{key:<{width}}  {value.type:<8}  {_short(value)}")
+        click.echo(printable(f"{key:<{width}}  {value.type:<8}  {_short(value)}"))
 
 
 def _plain(value: Value) -> Any:

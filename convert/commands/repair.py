@@ -79,7 +79,7 @@ def _repair(
 
 
 def _tell(done: Repaired) -> None:
-    from convert.report import human_bytes
+    from convert.report import human_bytes, printable
 
     source, summary = done.plan.source, done.summary
     click.echo(
@@ -87,7 +87,7 @@ def _tell(done: Repaired) -> None:
         f"{human_bytes(summary.bytes_written)} in {summary.seconds:.1f} s"
     )
     for note in summary.notes:
-        click.echo(f"  note: {note}")
+        click.echo(printable(f"  note: {note}"))
     click.echo(
         f"Checked: {done.untouched} tensors that the repair does not touch are those of the source, bit for bit; "
         f"{len(done.plan.changed)} were changed."

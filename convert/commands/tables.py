@@ -54,6 +54,7 @@ def show(
 ) -> int:
     """Show the table FAMILY (or a names file): every tensor, its shape, and its name in each layout."""
     from convert import listing, toml_text
+    from convert.report import printable
 
     table = _load(family)
     if size is not None:
@@ -61,13 +62,13 @@ def show(
         if as_json:
             click.echo(json.dumps({name: list(slot.shape) for name, slot in slots.items()}, indent=2))
         else:
-            click.echo("\n".join(listing.slot_lines(slots)))
+            click.echo(printable("\n".join(listing.slot_lines(slots))))
     elif as_json:
         click.echo(json.dumps(table.raw, indent=2, ensure_ascii=False))
     elif resolved:
         click.echo(toml_text.dumps(table.raw), nl=False)
     else:
-        click.echo("\n".join(listing.story(table, (layout,) if layout else None)))
+        click.echo(printable("\n".join(listing.story(table, (layout,) if layout else None))))
     return 0
 
 
@@ -81,6 +82,7 @@ def show(
 def check(file: str, against: str | None, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Load FILE (a table or a names file) strictly, and compare it with a checkpoint. Exit code 0 or 1."""
     from convert.comparison import compare, load
+    from convert.report import printable
 
     if against is None:
         table = load(Path(file))
@@ -91,7 +93,7 @@ def check(file: str, against: str | None, as_json: bool, quiet: bool, debug: boo
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False, default=str))
     elif not (quiet and found.ok):
-        click.echo("\n".join(found.lines()))
+        click.echo(printable("\n".join(found.lines())))
     return 0 if found.ok else 1
 
 

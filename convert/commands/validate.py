@@ -57,8 +57,10 @@ def tell(found: Validation | Check, *, as_json: bool, quiet: bool) -> int:
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     elif not (quiet and found.ok):
+        from convert.report import printable
+
         for line in found.lines():
-            click.echo(line)
+            click.echo(printable(line))  # names of tensors and files are in it
     return found.exit_code
 
 

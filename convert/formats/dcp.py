@@ -48,8 +48,9 @@ _NAMES = frozenset(
 #: Beginnings of what a trainer saves beside the model; where the metadata has no paths, these are told by names.
 _BESIDE = ("optim", "lr_sched", "scheduler", "rng", "dataloader", "train_state")
 _MAX_PROBLEMS = 20
-#: Metadata lists every chunk of every rank, optimizer states among them: 70B on 128 ranks has 280,000.
-_SCALE = 8
+#: Metadata lists every chunk of every rank, optimizer states among them: 70B on 128 ranks has 280,000. How much of it
+#: is read grows with the data that it tells of, so that little data has no metadata that takes seconds.
+_MOST_SCALE, _BYTES_PER_SCALE = 12, 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,10 @@ def read(folder: Path) -> Container:
         FormatError: The metadata is absent, damaged, names what it has no use for, or contradicts the files.
     """
     path = folder / METADATA
-    data = _bytes(path)
+    scale = _scale(folder)
+    data = _bytes(path, scale)
     found = pickles.load(
-        data, tensor=lambda *_: Placeholder("tensor", called=True), file=f"{folder.name}/{METADATA}", scale=_SCALE
+        data, tensor=lambda *_: Placeholder("tensor", called=True), file=f"{folder.name}/{METADATA}", scale=scale
     )
     _refuse_names(found.placeholders, path)
     meta = _fields(found.root, "Metadata", path)
@@ -145,9 +147,18 @@ def resolve(container: Container) -> None:
 # --- the metadata ------------------------------------------------------------------------------------------------
 
 
-def _bytes(path: Path) -> bytes:
+def _scale(folder: Path) -> int:
+    """How many times the bounds of a state dict the metadata may have."""
     try:
-        pickles.check_size(path.stat().st_size, file=path.name, scale=_SCALE)
+        there = sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+    except OSError:
+        there = 0  # said when they are read
+    return min(_MOST_SCALE, 1 + there // _BYTES_PER_SCALE)
+
+
+def _bytes(path: Path, scale: int) -> bytes:
+    try:
+        pickles.check_size(path.stat().st_size, file=path.name, scale=scale)
         return path.read_bytes()
     except OSError as error:
         raise FormatError(

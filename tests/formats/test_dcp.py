@@ -198,6 +198,18 @@ def edit(folder: Path, change) -> None:
     (folder / METADATA).write_bytes(pickle.dumps(meta))
 
 
+def test_how_much_metadata_is_read_grows_with_the_data(made, tmp_path):
+    """3,000,000 operations are more than a small model's metadata has; a large one's (a sparse file here) may."""
+    folder = save(load_file(made.path / "model.safetensors"), tmp_path / "dcp", made.path)
+    data = (folder / METADATA).read_bytes()
+    (folder / METADATA).write_bytes(data[:2] + b"N0" * 1_500_000 + data[2:])
+    with pytest.raises(FormatError, match="2,500,000 operations"):
+        read(folder)
+    with open(folder / "__9_0.distcp", "wb") as file:
+        file.truncate(4 << 30)
+    read(folder)
+
+
 def test_damage_is_told(made, tmp_path):
     state = load_file(made.path / "model.safetensors")
     folder = save(state, tmp_path / "dcp", made.path)

@@ -74,7 +74,6 @@ COMMANDS: dict[str, list[str]] = {
     "tables-show": ["tables", "show", "{src}"],
     "tables-against": ["tables", "check", "{src}", "--against", "{good}"],
     "config": ["to", "scratch", "{good}", "{out}/m", "--config", "{src}"],
-    "metadata-file": ["to", "gguf", "{good}", "{out}/m.gguf", "--no-tokenizer", "--metadata", "{src}"],
     "repair": ["repair", "{src}", "{out}/m", "--fix", "swap-norms"],
     "generate": ["generate", "{src}", "--chat", "--prompt", "t1", "--max-new-tokens", "2", "--device", "cpu"],
     "verify": ["verify", "{src}", "{good}", "--device", "cpu"],
@@ -153,7 +152,7 @@ class Seen:
             bad.append("does not begin with 'error: '")
         elif self.out.strip():
             bad.append("an error, and words on standard output")
-        if about and not any(name in self.out + self.err for name in about):
+        if self.code == 1 and about and not any(name in self.out + self.err for name in about):
             bad.append("names no file or folder")
         lines = [line for line in (self.out + self.err).splitlines() if len(line.strip()) > 20]
         again = [line for line in dict.fromkeys(lines) if lines.count(line) > 1 and line.startswith("error: ")]

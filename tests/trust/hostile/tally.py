@@ -38,7 +38,7 @@ GROUPS = {
     "table:": "tables and names files",
     "names file:": "tables and names files",
     "chat template": "chat templates",
-    "metadata file": "metadata files",
+    "files beside": "links, pipes, folders for files",
 }
 
 
