@@ -274,11 +274,17 @@ class _Search:
             same = next((t for t in (best, *rivals) if float(np.abs(trial.losses - t.losses).max()) < EQUAL), None)
             if same is not None:
                 same.equal.append(" ".join(trial.fixes))
-            elif not gain(trial.losses, best.losses).beyond(0.0, BETTER) and trial.name != best.name:
+            # What makes the model worse explains nothing, however few tokens say by how much.
+            elif trial.gain.mean > 0 and trial.name != best.name and not _better(trial, best):
                 rivals.append(trial)
         base = max(self.bases.values(), key=len)
         low, high = interval(base)
         return Findings(float(base.mean()), low, high, len(base), self.level, trials, best, rivals, open_, self.skipped)
+
+
+def _better(less: Trial, more: Trial) -> bool:
+    """Whether the second gains more, hardly by chance."""
+    return gain(less.losses, more.losses).beyond(0.0, BETTER)
 
 
 def _worse(trial: Trial, chance: float = 0.025) -> bool:

@@ -9,7 +9,8 @@ import pytest
 
 from convert.checkpoint import open_checkpoint
 from convert.faults import parse_fix
-from convert.hypotheses import frequency_level, test_all
+from convert.gains import gain
+from convert.hypotheses import BETTER, frequency_level, test_all
 from convert.trials import Passage, passage
 from tests.fixtures.hf import make_hf
 from tests.fixtures.shapes import Shape
@@ -112,6 +113,19 @@ def test_two_equally_good_ones_are_rivals(ckpt, ids):
         [["unpermute-qk"], ["permute-k"]],
         [["permute-k"], ["unpermute-qk"]],
     )
+
+
+def test_what_makes_the_model_worse_is_no_rival(ckpt, ids):
+    """Its few bad tokens may be chance; that it is no better than the model as it is remains."""
+
+    def theta(count):
+        return 2.0 + 2.2 * (np.arange(count) // 31 % 3 == 0)  # in every third segment
+
+    known = {"swap-norms": 1.8, "set-theta=100000": theta}
+    found, _ = search(ckpt, ids, 2.0, known, noise=0.1)
+    assert found.cause is not None and found.cause.fixes == ["swap-norms"] and not found.rivals
+    seen = next(t for t in found.trials if t.fixes == ["set-theta=100000"] and t.tokens == found.cause.tokens)
+    assert seen.gain.mean < -0.5 and not gain(seen.losses, found.cause.losses).beyond(0.0, BETTER)  # the control
 
 
 def test_windows_are_no_longer_than_the_model_takes():
