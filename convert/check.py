@@ -134,7 +134,7 @@ def check(
     """
     path = Path(out)
     result = Check(path)
-    containers = _headers(path, result)
+    containers = _headers(path, result, follow_links=bool(options.get("follow_links")))
     files = [file for container in containers for file in container.files]
     folder, result.record = _find_record(path, files)
     if not result.record and source is None:
@@ -152,11 +152,11 @@ def check(
     return result
 
 
-def _headers(path: Path, result: Check) -> list[Container]:
+def _headers(path: Path, result: Check, *, follow_links: bool) -> list[Container]:
     """The headers of the output's files; what is wrong with them is a finding."""
     containers = []
     try:
-        found = locate(path)
+        found = locate(path, follow_links=follow_links)
     except UsageError:
         if not path.is_dir() or not (path / RECORD_NAME).is_file():
             raise

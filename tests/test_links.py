@@ -52,6 +52,32 @@ def test_the_commands_option(model, tmp_path, command, capsys):
         assert (tmp_path / "out").exists() == (command == "to" and code == 0)
 
 
+@pytest.mark.parametrize("command", [["diff"], ["verify", "--tensors"]])
+def test_the_option_of_a_comparison_is_for_both_sides(model, tmp_path, command, capsys):
+    shutil.copytree(model, tmp_path / "whole")
+    moved(model / "config.json", tmp_path / "private" / "secret")
+    for sides in ((model, tmp_path / "whole"), (tmp_path / "whole", model)):
+        for more, code in (([], 1), (["--follow-links"], 0)):
+            with pytest.raises(SystemExit) as end:
+                main([*command, *map(str, sides), *more])
+            told = capsys.readouterr()
+            assert (end.value.code or 0) == code, told
+            assert ("leads out of its folder" in told.err) == bool(code)
+
+
+def test_the_option_of_check(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as end:
+        main(["to", "scratch", str(model), str(out)])
+    assert not end.value.code
+    weights = next(out.glob("*.safetensors"))
+    moved(weights, tmp_path / "private" / "secret")
+    for more, code in (([], 1), (["--follow-links"], 0)):
+        with pytest.raises(SystemExit) as end:
+            main(["check", str(out), *more])
+        assert (end.value.code or 0) == code, capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     "store",
     [

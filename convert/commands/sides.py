@@ -24,6 +24,7 @@ side_options = stack(
     click.option("--layout", type=click.Choice(["hf", "meta", "scratch", "gguf"]), help="Layout of A's names."),
     click.option("--family", metavar="NAME", help="Family of A, where it is not recognised."),
     click.option("--tie", type=click.Choice(["share", "copy"]), help="share: A's missing head is its embedding."),
+    click.option("--follow-links", is_flag=True, help="Follow links that lead out of the folder of A or of B."),
 )
 
 
@@ -42,23 +43,25 @@ def side(path: str, options: dict[str, Any], suffix: str) -> dict[str, Any]:
     ``--names`` alone means whichever side is not of a known layout.
     """
     chosen = {k: options[k + suffix] for k in ("names", "config") if options[k + suffix]}
+    if options.get("follow_links"):
+        chosen["follow_links"] = True
     if not suffix:
         chosen |= {k: options[k] for k in SOURCE if options[k]}
     if "names" in chosen or not options["names"] or options["names_b"]:
         names = chosen.get("names")
-        if names and not options["names_b"] and _recognised(path):
+        if names and not options["names_b"] and _recognised(path, chosen):
             del chosen["names"]
         return chosen
-    return chosen if _recognised(path) else chosen | {"names": options["names"]}
+    return chosen if _recognised(path, chosen) else chosen | {"names": options["names"]}
 
 
-def _recognised(path: str) -> bool:
+def _recognised(path: str, chosen: dict[str, Any]) -> bool:
     """Whether a side's names are a known layout's; those that only its own record explains are what --names is for."""
     from convert.checkpoint import open_checkpoint
     from convert.errors import ConvertError
 
     try:
-        with open_checkpoint(path) as found:
+        with open_checkpoint(path, follow_links=chosen.get("follow_links", False)) as found:
             return not found.table.names_file
     except ConvertError:
         return False
