@@ -125,6 +125,19 @@ def _added(tokenizer: Tokenizer, config: Mapping[str, Any], plain: Mapping[str, 
     tokenizer.add(extra.values())
 
 
+def read_small(path: Path) -> bytes:
+    """A file beside a tokenizer, whole.
+
+    Raises:
+        ConvertError: It is larger than any such file; nothing of it was read.
+    """
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        message = f"{path.name} has {size:,} bytes, which no such file has."
+        raise ConvertError(Problem("tokenizer", message, file=str(path), found=size, wanted=f"at most {MAX_BYTES:,}"))
+    return path.read_bytes()
+
+
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Every chat template of a folder, from all its homes; the file wins over the config, as in transformers."""
     out: dict[str, str] = {}
@@ -137,7 +150,14 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         elif isinstance(value, Mapping):
             out |= {str(name): str(source) for name, source in value.items()}
     if (folder / TEMPLATE).is_file():
-        out["default"] = (folder / TEMPLATE).read_bytes().decode()
+        out["default"] = _template(folder / TEMPLATE)
     for path in sorted((folder / TEMPLATES).glob("*.jinja")):
-        out[path.stem] = path.read_bytes().decode()
+        out[path.stem] = _template(path)
     return out
+
+
+def _template(path: Path) -> str:
+    try:
+        return read_small(path).decode()
+    except UnicodeDecodeError as error:
+        raise ConvertError(Problem("tokenizer", f"{path.name} is no UTF-8: {error}.", file=str(path))) from None

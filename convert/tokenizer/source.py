@@ -166,7 +166,7 @@ def _json(path: Path, tree: Mapping[str, Any], pre: str | None) -> tuple[Tokeniz
 def _carry(tokenizer: Tokenizer, folder: Path) -> None:
     paths = [folder / name for name in _CARRIED]
     paths += sorted((folder / sidecars.TEMPLATES).glob("*.jinja"))
-    tokenizer.files |= {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.is_file()}
+    tokenizer.files |= {str(p.relative_to(folder)): sidecars.read_small(p) for p in paths if p.is_file()}
 
 
 def _vocabulary_and_merges(path: Path, vocab: Mapping[str, int], merges: Path, pre: str | None) -> Tokenizer:

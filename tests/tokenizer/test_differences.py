@@ -139,3 +139,36 @@ def test_other_splitting_rules(tmp_path, pre):
     a, b = folder(tmp_path / "a", template=None), make_hf(tmp_path / "b", "gqa8").path
     save_tokenizer(b, 120, pre=pre)
     assert differences(a, b)["pre_tokenizer"].weighs
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.model", "additional_chat_templates/x.jinja"])
+def test_a_file_of_a_gigabyte_is_not_read(name, tmp_path):
+    """Beside a sound tokenizer: `diff` once took three gigabytes of memory for a template of one."""
+    import tracemalloc
+
+    from convert.errors import ConvertError
+    from convert.tokenizer.source import read_tokenizer
+    from tests.fixtures import save_tokenizer
+
+    save_tokenizer(tmp_path, 320)
+    assert read_tokenizer(tmp_path).tokens
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    tracemalloc.start()
+    with pytest.raises(ConvertError, match=f"{path.name} has 1,073,741,824 bytes"):
+        read_tokenizer(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+
+
+def test_a_template_that_is_no_text(tmp_path):
+    from convert.errors import ConvertError
+    from convert.tokenizer.source import read_tokenizer
+    from tests.fixtures import save_tokenizer
+
+    save_tokenizer(tmp_path, 320)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConvertError, match=r"chat_template.jinja is no UTF-8"):
+        read_tokenizer(tmp_path)
