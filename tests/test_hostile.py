@@ -15,7 +15,7 @@ from itertools import islice
 import pytest
 
 from tests.trust.hostile import bad_reader, base, catalogue
-from tests.trust.hostile.harness import COMMANDS, ROOT, Server
+from tests.trust.hostile.harness import COMMANDS, ROOT, Seen, Server
 from tests.trust.hostile.tally import good_model, run_case, tally
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured by /proc")
@@ -43,6 +43,24 @@ def temporary(monkeypatch):
 def test_names_are_unique_and_there_are_hundreds():
     assert not [n for n, k in Counter(c.name for c in CASES).items() if k > 1]
     assert len(CASES) > 350
+
+
+def missing(covered, names):
+    """What has no input: each entry is a name, or its beginning and ``*``."""
+    said = [(kind, name) for kind, given in covered.items() for name in given]
+    return [
+        (kind, name)
+        for kind, name in said
+        if name not in names and not (name.endswith("*") and any(n.startswith(name[:-1]) for n in names))
+    ]
+
+
+def test_each_attack_that_was_to_be_tried_has_its_inputs():
+    names = {c.name for c in CASES}
+    assert all(catalogue.COVERED.values()) and not missing(catalogue.COVERED, names)
+    assert missing(catalogue.COVERED, names - {"gguf: alignment 3"}) == [
+        ("alignment 0 / 3 / 2^31", "gguf: alignment 3")
+    ]
 
 
 @pytest.mark.timeout(400)  # a dozen seconds of processor; on a machine that others use, minutes
@@ -136,3 +154,24 @@ def test_a_sound_model_passes_every_command(tmp_path):
         for case in sound:
             for command, seen, faults in run_case(server, case, tmp_path, good, everything=False):
                 assert seen.code == 0 and not faults, (case.name, command, seen)
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "fault"),
+    [
+        (1, "", "error: a.bin: it is damaged.\n", None),
+        (1, "NOT ok: a.bin: 1 problem\n", "", "does not begin"),
+        (2, "", "error: a.bin: it is damaged.\n", "exit code 2"),
+        (1, "", "warning: a.bin\nerror: a.bin: it is damaged.\n", "does not begin"),
+        (1, "", "error: it is damaged.\n", "names no file"),
+        (1, "a.bin\n", "error: a.bin: it is damaged.\n", "words on standard output"),
+        (1, "", "error: a.bin: it is damaged.\nerror: a.bin: it is damaged.\n", "said twice"),
+        (1, "", "error: a.bin: \x1b[2J\n", "control characters"),
+        (0, "ok: a.bin\n", "", "exit code 0"),
+    ],
+)
+def test_what_is_no_clear_error_is_seen(code, out, err, fault):
+    found = Seen(code, 0.1, 30, out, err).faults(about=["a.bin"])
+    assert found == [] if fault is None else any(fault in f for f in found), found
+    if out.startswith("NOT ok"):
+        assert not Seen(code, 0.1, 30, out, err).faults(report=True, about=["a.bin"])
