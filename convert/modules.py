@@ -28,7 +28,7 @@ from convert.report import fold_problems
 from convert.run import casts_within
 from convert.source import Source
 
-_OPTIONS = ("family", "config", "size", "key", "qk_layout", "context")
+_OPTIONS = ("family", "config", "size", "key", "qk_layout", "context", "follow_links")
 
 
 @dataclass(slots=True)
@@ -104,8 +104,8 @@ def load_into(
             are.
         threads: How many pieces are moved at once.
         **options: What the source's files do not say: ``family``, ``config`` (a path or a dict), ``size``, ``key``,
-            ``qk_layout``, ``context``, as for :func:`convert.open_checkpoint`. Without a config the module's own
-            (``model.cfg``, ``model.config``) is used.
+            ``qk_layout``, ``context``, ``follow_links``, as for :func:`convert.open_checkpoint`. Without a config the
+            module's own (``model.cfg``, ``model.config``) is used.
 
     Returns:
         What was done, with every assumption.

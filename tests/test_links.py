@@ -65,6 +65,16 @@ def test_the_option_of_a_comparison_is_for_both_sides(model, tmp_path, command, 
             assert ("leads out of its folder" in told.err) == bool(code)
 
 
+def test_the_option_of_load_into(model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(model)
+    moved(model / "model-00002-of-00002.safetensors", tmp_path / "private" / "secret")
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConvertError, match="leads out of its folder"):
+        convert.load_into(module, model)
+    convert.load_into(module, model, follow_links=True)
+
+
 def test_the_option_of_check(model, tmp_path, capsys):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as end:

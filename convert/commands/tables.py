@@ -78,6 +78,7 @@ def show(
 @click.option("--layout", type=_LAYOUT, help="The checkpoint's layout, where the names do not tell.")
 @click.option("--config", metavar="CONFIG", help="The checkpoint's config, where none lies beside it.")
 @click.option("--key", help="Which dict of a training checkpoint.")
+@click.option("--follow-links", is_flag=True, help="Follow links that lead out of the checkpoint's folder.")
 @output_options
 def check(file: str, against: str | None, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Load FILE (a table or a names file) strictly, and compare it with a checkpoint. Exit code 0 or 1."""
