@@ -86,6 +86,12 @@ def _root(directory: ZipDirectory, path: Path) -> str:
             "is a TorchScript archive (a compiled model), not a state dict.",
             "Extract the weights once: torch.save(torch.jit.load(path, map_location='cpu').state_dict(), new_path).",
         )
+    if not {f"{root}/version", f"{root}/.data/version"} & directory.entries.keys():  # torch asks for it, and stops
+        raise directory.error(
+            "damaged",
+            "lacks the record 'version', without which torch does not read it.",
+            "Download or save the file again.",
+        )
     order = directory.entries.get(f"{root}/byteorder")
     if order is not None and (word := directory.read(order) if order.size < 16 else b"?") != b"little":
         raise directory.error(

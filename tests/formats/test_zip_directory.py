@@ -56,6 +56,7 @@ def repack(source: Path, target: Path, change: Any) -> None:
         (lambda n, d: [(n, d[:-4] if "/data/" in n else d, 0)], ["elements of F32 need"]),
         (lambda n, d: [] if "/data/" in n else [(n, d, 0)], ["missing from the archive"]),
         (lambda n, d: [(n, b"big" if n.endswith("byteorder") else d, 0)], ["byte order 'big'"]),
+        (lambda n, d: [] if n.endswith("/version") else [(n, d, 0)], ["lacks the record 'version'"]),
         (lambda n, d: [(n, d, 0)] * (2 if "/data/" in n else 1), ["twice"]),
         (lambda n, d: [(n, d, 0)] + ([("other/data.pkl", d, 0)] if n.endswith(".pkl") else []), ["2 object trees"]),
         (lambda n, d: [(n, d, 0)] + ([("w/constants.pkl", d, 0)] if n.endswith(".pkl") else []), ["TorchScript"]),
