@@ -155,6 +155,7 @@ def compare_against(
     device: str = "auto",
     threads: int = 2,
     run: bool = True,
+    follow_links: bool = False,
     on_step: Tell | None = None,
 ) -> Against:
     """Compare a checkpoint with a good copy of it, of any layout and type.
@@ -166,6 +167,7 @@ def compare_against(
         device: Where the models run.
         threads: Blocks read at once.
         run: Whether to run them at all. Tensors, config and hypotheses need no run.
+        follow_links: As for :func:`convert.open_checkpoint`, for sides that are paths.
         on_step: Told what is being done, how many steps are done, and of how many.
 
     Raises:
@@ -174,7 +176,7 @@ def compare_against(
     from convert.running import opened
 
     tell = on_step or (lambda *_: None)
-    with opened(src) as mine, opened(good) as theirs:
+    with opened(src, follow_links=follow_links) as mine, opened(good, follow_links=follow_links) as theirs:
         for side in (mine, theirs):
             side.require_sound()
         tell("comparing the tensors", 0, 0)

@@ -162,6 +162,8 @@ def _headers(path: Path, result: Check, *, follow_links: bool) -> list[Container
             raise
         return []  # all weights are gone, and the record tells which
     except ConvertError as error:
+        if any(p.kind == "link" for p in error.problems):  # the record may be one of them, and names the others
+            raise
         result.problems += error.problems
         return []
     for file in found.files:

@@ -131,7 +131,8 @@ def diagnose(
         device: ``auto``, ``cuda``, ``mps``, ``cpu``.
         threads: Blocks read at once.
         on_step: Told what is being done, how many steps are done, and of how many.
-        **options: What can be said of ``src`` (:class:`convert.checkpoint.Options`).
+        **options: What can be said of ``src`` (:class:`convert.checkpoint.Options`); ``follow_links`` also of
+            ``against``.
 
     Raises:
         UsageError: The request makes no sense.
@@ -154,7 +155,7 @@ def diagnose(
         compared = None
         if against is not None:
             tell("against the good copy", 0, 0)
-            good = _opened(stack, against, {})
+            good = _opened(stack, against, {"follow_links": options.get("follow_links", False)})
             _same_model(ckpt, good)
             compared = _against(ckpt, good, ids, device, not probe_only, threads, tell)
             sides["b"] = _side(good)

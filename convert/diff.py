@@ -202,6 +202,7 @@ def diff(
     only: str | None = None,
     tensors_only: bool = False,
     threads: int = 2,
+    follow_links: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Diff:
     """Compare two checkpoints of any layouts and formats.
@@ -217,6 +218,7 @@ def diff(
         only: Compare only tensors whose Hugging Face name matches this pattern (``*``, ``?``), or contains it.
         tensors_only: Leave config, tokenizer and record out.
         threads: Workers.
+        follow_links: As for :func:`convert.open_checkpoint`, for sides that are paths.
         progress: Called with the bytes read since the last call, from any thread.
 
     Raises:
@@ -228,7 +230,7 @@ def diff(
             raise UsageError(Problem(name, f"--{name} must be a number from 0 up.", found=value))
     tolerance = None if atol is None and rtol is None else (float(atol or 0), float(rtol or 0))
     count = _Counter(progress)
-    with _opened(a) as first, _opened(b) as second:
+    with _opened(a, follow_links) as first, _opened(b, follow_links) as second:
         started = time.perf_counter()
         deltas = tuple(
             compare_tensors(first, second, only=only, tolerance=tolerance, threads=threads, progress=count.add)
@@ -293,12 +295,12 @@ def _problems(side: Checkpoint, name: str) -> list[str]:
 
 
 @contextmanager
-def _opened(side: Any) -> Iterator[Any]:
+def _opened(side: Any, follow_links: bool) -> Iterator[Any]:
     """An opened checkpoint as it is; a path opened, and closed afterwards."""
     if not isinstance(side, (str, Path)):
         yield side
         return
     from convert.checkpoint import open_checkpoint
 
-    with open_checkpoint(side) as found:
+    with open_checkpoint(side, follow_links=follow_links) as found:
         yield found

@@ -15,7 +15,7 @@ from pathlib import Path
 from convert.errors import ConvertError, Problem
 
 #: What is read or copied beside weights, by the end of its name.
-_SIDE_FILES = (".json", ".model", ".tiktoken", ".txt", ".bpe", ".jinja", ".chk", ".sha256", ".sha256sum")
+_SIDE_FILES = (".json", ".model", ".tiktoken", ".txt", ".bpe", ".jinja", ".chk", ".sha256", ".sha256sum", "readme.md")
 _REPOSITORY = ("models--", "datasets--", "spaces--")
 _HEX = frozenset("0123456789abcdef")
 
@@ -26,11 +26,32 @@ def refuse_side_links(folder: Path) -> None:
     Raises:
         ConvertError: With every such link, its target, and the ways out.
     """
-    inside = [*_entries(folder), *_entries(folder / "additional_chat_templates")]
+    inside = [*_entries(folder), *sorted((folder / "additional_chat_templates").glob("*"))]  # or all of it is a link
     refuse_links((p for p in inside if p.name.lower().endswith(_SIDE_FILES)), folder)
     if (folder / "params.json").is_file():  # Meta's download keeps one tokenizer for all sizes, a level up
         above = folder.absolute().parent
         refuse_links((p for p in _entries(above) if p.name.startswith("tokenizer")), above)
+
+
+def refuse_weight_links(src: Path, *, ends: tuple[str, ...], skip: tuple[str, ...]) -> None:
+    """Stop where weights that go with ``src`` are links that lead out, before their first bytes are looked at.
+
+    An error about a file that is no weights quotes its beginning, and pieces of a GGUF or TensorFlow checkpoint are
+    found by its reader. A file that stands for itself alone has no such company.
+
+    Args:
+        src: A folder, or one of its files.
+        ends: Suffixes of weights.
+        skip: How names begin that are never read.
+
+    Raises:
+        ConvertError: With every such link, its target, and the ways out.
+    """
+    folder = src if src.is_dir() else src.parent
+    whole = src.is_dir() or src.suffix in (".json", ".index") or "-of-" in src.name or any(folder.glob("*.index.json"))
+    weights = (p for p in _entries(folder) if p.suffix in ends or p.suffix.startswith(".data-"))
+    if whole:
+        refuse_links((p for p in weights if p != src and not p.name.startswith(skip)), folder)
 
 
 def refuse_links(paths: Iterable[Path], folder: Path) -> None:

@@ -16,7 +16,7 @@ from convert.adapters import adapter_folder
 from convert.config import read_json
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
-from convert.links import refuse_links, refuse_side_links
+from convert.links import refuse_links, refuse_side_links, refuse_weight_links
 from convert.numbered_files import number_of, numbered_files, row_of
 from convert.trainers import refuse_folder
 
@@ -89,6 +89,7 @@ def locate(src: Path, *, follow_links: bool = False) -> Found:
         raise UsageError(f"{src} is a pipe, socket or device, not a file.", hint="Give a checkpoint folder or file.")
     if not follow_links:
         refuse_side_links(src if src.is_dir() else src.parent)
+        refuse_weight_links(src, ends=SUFFIXES, skip=NOT_WEIGHTS)
     found = _from_folder(src) if src.is_dir() else _from_file(src)
     if not follow_links:
         refuse_links((p for p in found.files if p != src), found.folder)

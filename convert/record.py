@@ -26,7 +26,9 @@ SCHEMA = "convert.record/1"
 #: In place of hashes until the files are written, so that the record's size is planned, too.
 _PENDING = {"head_sha256": "0" * 64, "header_sha256": "0" * 64}
 #: What the record says in other places, or what names a place on somebody's disk.
-_NOT_KEPT = frozenset({"target", "gguf", "tokenizer_path", "config", "names", "table", "layout", "family"})
+_NOT_KEPT = frozenset(
+    {"target", "gguf", "tokenizer_path", "config", "names", "table", "layout", "family", "follow_links"}
+)
 
 
 def record(plan: ConversionPlan) -> dict[str, Any]:

@@ -324,7 +324,7 @@ def _check_untouched(plan: RepairPlan, made_at: Path) -> int:
     """
     opened = plan.source
     chosen = opened.options
-    said = {"table": chosen.table, "names": chosen.names, "family": chosen.family}
+    said = {"table": chosen.table, "names": chosen.names, "family": chosen.family, "follow_links": chosen.follow_links}
     moved = _moved(opened, plan.view)
     problems, count = [], 0
     with open_checkpoint(made_at, **{key: value for key, value in said.items() if value is not None}) as made:

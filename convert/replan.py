@@ -33,7 +33,7 @@ def open_source(src: str | Path, record: Mapping[str, Any], options: Mapping[str
         ConvertError: It is no checkpoint.
     """
     said = _section(record, "source")
-    known = {f.name for f in fields(Options)}
+    known = {f.name for f in fields(Options)} - {"follow_links"}  # which a record, perhaps a stranger's, cannot allow
     chosen = {k: v for k, v in _section(said, "options").items() if k in known and k != "config"}
     if _section(said, "options").get("config") and isinstance(record.get("config"), Mapping):
         chosen["config"] = dict(record["config"])

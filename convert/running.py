@@ -34,14 +34,14 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def opened(side: Any) -> Iterator[Any]:
+def opened(side: Any, *, follow_links: bool = False) -> Iterator[Any]:
     """An opened checkpoint as it is; a path opened, and closed afterwards."""
     if not isinstance(side, (str, Path)):
         yield side
         return
     from convert.checkpoint import open_checkpoint
 
-    with open_checkpoint(side) as ckpt:
+    with open_checkpoint(side, follow_links=follow_links) as ckpt:
         yield ckpt
 
 

@@ -61,6 +61,7 @@ def save_model(
     family: str | None = None,
     dtype: torch.dtype | str | None = None,
     tokenizer: str | Path | None = None,
+    follow_links: bool = False,
     overwrite: bool = False,
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
@@ -85,6 +86,7 @@ def save_model(
         family: Its family, where names and config do not tell.
         dtype: Type to write; without it each tensor keeps its own.
         tokenizer: A folder whose tokenizer files and generation settings go with the weights, or a tokenizer file.
+        follow_links: Follow links that lead out of the tokenizer's folder (:mod:`convert.links`).
         overwrite: Replace an existing output.
         threads: How many pieces are written at once.
         progress: Called with the number of bytes written since the last call, from any thread.
@@ -113,6 +115,7 @@ def save_model(
         folder=beside if beside is not None and beside.is_dir() else None,
         title=Path(out).stem,
         tie=options.get("tie"),
+        follow_links=follow_links,
     )
     return convert_checkpoint(
         opened,
@@ -140,6 +143,7 @@ def as_checkpoint(
     folder: Path | None = None,
     title: str = "model",
     tie: str | None = None,
+    follow_links: bool = False,
 ) -> Checkpoint:
     """A module as an opened checkpoint: its parameters are the tensors, read from memory when they are asked for.
 
@@ -152,6 +156,7 @@ def as_checkpoint(
         folder: Where files beside it (a tokenizer) lie.
         title: What it is called, where a file would be called after its folder.
         tie: As in :class:`convert.checkpoint.Options`.
+        follow_links: Likewise.
 
     Raises:
         UsageError: There is no config.
@@ -194,7 +199,9 @@ def as_checkpoint(
         record={"schema": SCHEMA, "config": raw} if spelling == "hf" and found != "hf" else {},
         pairing=table.convention_of(found, "rope"),
         options=Options(
-            tie=tie, context=hub.get("max_position_embeddings") if _says_context(table, spelling, raw) else None
+            tie=tie,
+            context=hub.get("max_position_embeddings") if _says_context(table, spelling, raw) else None,
+            follow_links=follow_links,
         ),
         notes=notes,
         pool=MemoryPool({n: home.tensor for n, home in chosen.items()}),

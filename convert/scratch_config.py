@@ -22,7 +22,9 @@ from convert.widening import plain_type
 BOOKKEEPING = ("family", "layout", "class", "names")
 
 
-def load_scratch_config(src: str | Path, *, dtype: torch.dtype | str | None = None) -> dict[str, Any]:
+def load_scratch_config(
+    src: str | Path, *, dtype: torch.dtype | str | None = None, follow_links: bool = False
+) -> dict[str, Any]:
     """The dict for ``Llama3Model(cfg)`` and its like, with a real ``torch.dtype``.
 
     A from-scratch folder, or a ``scratch_config.json``, gives what the file says, without the keys that only describe
@@ -35,6 +37,7 @@ def load_scratch_config(src: str | Path, *, dtype: torch.dtype | str | None = No
     Args:
         src: A folder or a file.
         dtype: Replaces the checkpoint's own type. For a block-quantised checkpoint the default is float16.
+        follow_links: As for :func:`convert.open_checkpoint`, where the dict is derived.
 
     Raises:
         FormatError: The file is no such dict.
@@ -43,7 +46,7 @@ def load_scratch_config(src: str | Path, *, dtype: torch.dtype | str | None = No
     path = Path(src)
     file = _file(path)
     if file is None:
-        return _derived(path, dtype)
+        return _derived(path, dtype, follow_links)
     raw = configs.read_json(file)
     tables = [load_table(f) for f in families()]
     if not isinstance(raw, dict) or configs.layout_of(raw, tables) != "scratch":
@@ -75,10 +78,10 @@ def _file(path: Path) -> Path | None:
     return beside if path.is_file() and beside.is_file() and path.suffix != ".gguf" else None
 
 
-def _derived(path: Path, dtype: torch.dtype | str | None) -> dict[str, Any]:
+def _derived(path: Path, dtype: torch.dtype | str | None, follow_links: bool) -> dict[str, Any]:
     if path.name in CONFIG_NAMES:
         path = path.parent
-    with open_checkpoint(path) as opened:
+    with open_checkpoint(path, follow_links=follow_links) as opened:
         table = opened.table
         problems = refusals(table, opened.dims, Request(target="scratch"))
         if problems:

@@ -145,7 +145,8 @@ def validate(
         raise
     except ConvertError as error:
         out = Validation(Path(str(at.name)) if at.name else at.path, list(error.problems), checked="not opened")
-        if hashes or checksums is not None:  # a damaged file, perhaps: which one is it?
+        linked = any(p.kind == "link" for p in error.problems)  # such files are not read
+        if not linked and (hashes or checksums is not None):  # a damaged file, perhaps: which one is it?
             _hash(out, _files(at.path), checksums, {}, threads, progress)
         return out
     with checkpoint:

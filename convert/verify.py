@@ -60,6 +60,7 @@ def verify(
     prompts: Sequence[str | Sequence[int]] | None = None,
     n_tokens: int = 128,
     layerwise: bool | None = None,
+    follow_links: bool = False,
     on_step: Callable[[str], None] | None = None,
 ) -> VerifyResult:
     """Run two checkpoints and compare their logits, and their hidden states after every layer.
@@ -76,6 +77,7 @@ def verify(
         prompts: Several texts, or lists of token ids, reported together.
         n_tokens: Without tokens, text or prompts: how many fixed ids, spread over the vocabulary.
         layerwise: Run layer by layer. Unless given, this is done when a model does not fit into free memory.
+        follow_links: As for :func:`convert.open_checkpoint`, for sides that are paths.
         on_step: Told what is being done, in a few words.
 
     Raises:
@@ -91,7 +93,7 @@ def verify(
         raise UsageError(Problem("prompts", why))
     target = pick_device(device)
     said = on_step or (lambda _: None)
-    with opened(a) as first, opened(b) as second:
+    with opened(a, follow_links=follow_links) as first, opened(b, follow_links=follow_links) as second:
         asked: list[dict[str, Any]] = [{"tokens": tokens, "text": text}]
         if prompts is not None:
             asked = [{"text": p} if isinstance(p, str) else {"tokens": p} for p in prompts]

@@ -73,6 +73,7 @@ def verify_engine(
     tokens: Sequence[int] | None = None,
     text: str | None = None,
     n_tokens: int = 128,
+    follow_links: bool = False,
     on_step: Callable[[str], None] | None = None,
 ) -> EngineResult:
     """Run A in another program and B on the reference model, and compare what they predict.
@@ -88,6 +89,7 @@ def verify_engine(
         tokens: Token ids to run on.
         text: Text to run on.
         n_tokens: Without tokens or text: how many fixed ids (fewer where the model has a shorter context).
+        follow_links: As for :func:`convert.open_checkpoint`, for sides that are paths.
         on_step: Told what is being done, in a few words.
 
     Raises:
@@ -104,8 +106,8 @@ def verify_engine(
         )
     target = pick_device(device)
     with ExitStack() as stack:
-        first = stack.enter_context(opened(a))
-        second = first if b is None else stack.enter_context(opened(b))
+        first = stack.enter_context(opened(a, follow_links=follow_links))
+        second = first if b is None else stack.enter_context(opened(b, follow_links=follow_links))
         if first.format != "gguf":
             raise UsageError(
                 Problem(

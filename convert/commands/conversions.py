@@ -250,7 +250,8 @@ def _verify(plan: ConversionPlan, out: Path, mode: str, names: str | None, *, qu
     if mode == "auto" and str(pick_device("auto")) == "cpu":
         return _Outcome(text=f"Not run on a model (torch sees no GPU). To {hint}")
     target_names = names if plan.request.target == "scratch" else None
-    with open_checkpoint(made_at, **({"names": target_names} if target_names else {})) as made:
+    chosen = {"names": target_names} if target_names else {}
+    with open_checkpoint(made_at, follow_links=plan.source.options.follow_links, **chosen) as made:
         result = verify(plan.source, made, device=device, on_step=None if quiet else lambda s: click.echo(s, err=True))
     code = {"pass": 0, "fail": 1, "weak": 3}[result.verdict]
     text = f"verify: {result.verdict}. {result.message}"
@@ -265,7 +266,8 @@ def _said(plan: ConversionPlan) -> list[str]:
     from convert.commands.sides import SOURCE
 
     said = {name: getattr(plan.source.options, name) for name in ("names", "config", *SOURCE)}
-    return [word for name, value in said.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = [word for name, value in said.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [*words, "--follow-links"] if plan.source.options.follow_links else words
 
 
 def _rename_failed(plan: ConversionPlan, out: Path) -> Path:

@@ -18,6 +18,7 @@ from convert.hub.card import card
 from convert.hub.failures import chain, status_of
 from convert.hub.names import Name, parse
 from convert.hub.repository import patiently
+from convert.links import refuse_links
 from convert.locate import RECORD_NAME
 from convert.record import entries
 from convert.report import human_bytes
@@ -85,6 +86,7 @@ def push(
     dry_run: bool = False,
     verified: Mapping[str, Any] | None = None,
     quiet: bool = False,
+    follow_links: bool = False,
 ) -> Pushed:
     """Upload an output with a model card.
 
@@ -95,14 +97,15 @@ def push(
         dry_run: Send nothing; say what would be sent.
         verified: What ``verify`` said of it, for the card.
         quiet: Show no progress.
+        follow_links: Upload what links lead to, also out of ``out``'s folder (:mod:`convert.links`): it may be private.
 
     Raises:
         UsageError: ``to`` is no name, or ``out`` has no record.
-        ConvertError: The Hub does not take it.
+        ConvertError: A file is a link that leads out of the folder, or the Hub does not take it.
     """
     name = target_name(to)
     path = Path(out)
-    record, files = _contents(path)
+    record, files = _contents(path, follow_links)
     text = card(record, files, verified=verified, base=path if path.is_dir() else None)
     sizes = [(_within(path, f), f.stat().st_size) for f in files] + [(CARD, len(text.encode()))]
     if dry_run:
@@ -156,7 +159,7 @@ def _within(out: Path, file: Path) -> str:
     return file.relative_to(out if out.is_dir() else out.parent).as_posix()
 
 
-def _contents(path: Path) -> tuple[dict[str, Any], list[Path]]:
+def _contents(path: Path, follow_links: bool) -> tuple[dict[str, Any], list[Path]]:
     """The record of an output, and the files that it names."""
     folder = path if path.is_dir() else path.parent
     place = path / RECORD_NAME if path.is_dir() else path.with_name(f"{path.name}.{RECORD_NAME}")
@@ -167,6 +170,8 @@ def _contents(path: Path) -> tuple[dict[str, Any], list[Path]]:
             f"{path} has no record ({place.name}), which the model card is made of.",
             hint="Only what a conversion here has made is uploaded; for anything else there is `hf upload`.",
         )
+    if not follow_links:
+        refuse_links([place], folder)
     record = read_json(place)
     target = record.get("target") if isinstance(record, dict) else None
     if not isinstance(target, dict):
@@ -174,6 +179,8 @@ def _contents(path: Path) -> tuple[dict[str, Any], list[Path]]:
     names = [str(f.get("name")) for f in (*entries(target.get("files")), *entries(target.get("beside")))]
     safe = (n for n in dict.fromkeys(names) if n != CARD and not Path(n).is_absolute() and ".." not in Path(n).parts)
     files = [folder / n for n in safe]
+    if not follow_links:
+        refuse_links(files, folder)
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise ConvertError(
