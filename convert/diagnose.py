@@ -144,6 +144,10 @@ def diagnose(
     with ExitStack() as stack:
         ckpt = _opened(stack, src, options)
         ckpt.require_sound()
+        good = None
+        if against is not None:
+            good = _opened(stack, against, {"follow_links": options.get("follow_links", False)})
+            _same_model(ckpt, good)
         tell("the order of the rows of Q and K", 0, 0)
         probed = probe(ckpt, threads=threads) if ckpt.table.has_rope else None
         tell("odd tensors", 0, 0)
@@ -153,10 +157,8 @@ def diagnose(
         ids = None if probe_only else _ids(ckpt, text, tokens, tokenizer, absent)
         sides = {"a": _side(ckpt)}
         compared = None
-        if against is not None:
+        if good is not None:
             tell("against the good copy", 0, 0)
-            good = _opened(stack, against, {"follow_links": options.get("follow_links", False)})
-            _same_model(ckpt, good)
             compared = _against(ckpt, good, ids, device, not probe_only, threads, tell)
             sides["b"] = _side(good)
         if probe_only:

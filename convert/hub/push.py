@@ -18,7 +18,7 @@ from convert.hub.card import card
 from convert.hub.failures import chain, status_of
 from convert.hub.names import Name, parse
 from convert.hub.repository import patiently
-from convert.links import refuse_links
+from convert.links import refuse_links, refuse_side_links
 from convert.locate import RECORD_NAME
 from convert.record import entries
 from convert.report import human_bytes
@@ -172,6 +172,8 @@ def _contents(path: Path, follow_links: bool) -> tuple[dict[str, Any], list[Path
         )
     if not follow_links:
         refuse_links([place], folder)
+        if path.is_dir():
+            refuse_side_links(folder)
     record = read_json(place)
     target = record.get("target") if isinstance(record, dict) else None
     if not isinstance(target, dict):

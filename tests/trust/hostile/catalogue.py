@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.trust.hostile import folder_cases, stranger_cases, tensor_cases, text_cases, torch_cases
+from tests.trust.hostile import folder_cases, link_cases, stranger_cases, tensor_cases, text_cases, torch_cases
 from tests.trust.hostile.harness import Case
 
 #: What was to be tried → names of inputs, or their beginnings (ending in ``*``). A test asserts that all are there.
@@ -45,6 +45,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "dims product overflowing": ("gguf: dimensions that overflow", "gguf: dimensions that overflow to nothing"),
     "indexes with absolute and .. paths": ("index: an absolute path", "index: ..", "index: a path below with .."),
     "… symlinked": ("index to a link to a text elsewhere", "index to a link to itself", "index to a link to a folder"),
+    "links to private files": ("model.safetensors is a link to a private*", "config.json is a link to a private file"),
     "… device": ("index: a device", "index to a link to a device"),
     "… FIFO": ("index to a pipe", "index to a link to a pipe"),
     "… a million entries": ("index: a million entries", "index: a million entries, short"),
@@ -65,5 +66,5 @@ COVERED: dict[str, tuple[str, ...]] = {
 
 def cases() -> Iterator[Case]:
     """Every input, one group after the other; names are unique."""
-    for module in (torch_cases, tensor_cases, folder_cases, text_cases, stranger_cases):
+    for module in (torch_cases, tensor_cases, folder_cases, link_cases, text_cases, stranger_cases):
         yield from module.cases()

@@ -28,6 +28,8 @@ from typing import Any
 SECONDS, MEGABYTES, PATIENCE = 2.0, 300, 90
 #: How much may be said about one bad file.
 MOST_TEXT = 6000
+#: What private files hold that no command may tell of.
+SECRET = "the private words of a decoy"
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
@@ -65,21 +67,27 @@ COMMANDS: dict[str, list[str]] = {
     "resume": ["to", "scratch", "{src}", "{out}/m", "--resume"],
     "metadata": ["metadata", "{src}"],
     "diff": ["diff", "{src}", "{good}"],
+    "diff-b": ["diff", "{good}", "{src}"],
     "check": ["check", "{src}"],
+    "check-of": ["check", "{good}", "--source", "{src}"],
     "check-source": ["check", "{src}", "--source", "{good}"],
     "diagnose": ["diagnose", "{src}", "--probe-only"],
+    "diagnose-against": ["diagnose", "{good}", "--against", "{src}", "--probe-only"],
     "hashes": ["validate", "{src}", "--checksums", "{src}/sums.txt"],
     "names": ["to", "scratch", "{good}", "{out}/m", "--names", "{src}"],
     "tables-check": ["tables", "check", "{src}"],
     "tables-show": ["tables", "show", "{src}"],
     "tables-against": ["tables", "check", "{src}", "--against", "{good}"],
+    "table-of": ["tables", "check", str(ROOT / "mappings" / "llama.toml"), "--against", "{src}"],
+    "push": ["push", "{src}", "org/name", "--dry-run"],
     "config": ["to", "scratch", "{good}", "{out}/m", "--config", "{src}"],
     "repair": ["repair", "{src}", "{out}/m", "--fix", "swap-norms"],
     "generate": ["generate", "{src}", "--chat", "--prompt", "t1", "--max-new-tokens", "2", "--device", "cpu"],
     "verify": ["verify", "{src}", "{good}", "--device", "cpu"],
 }
 #: Commands that tell what they find as a report on standard output, as they tell good news.
-REPORTS = frozenset(("validate", "scan", "hashes", "diff", "check", "check-source", "tables-against", "verify"))
+REPORTS = frozenset(("validate", "scan", "hashes", "diff", "diff-b", "check", "check-of", "check-source", "verify"))
+REPORTS |= {"tables-against", "table-of"}
 #: Commands that load torch: they are run in a server that has it, and what it takes by itself is not counted.
 TORCH = frozenset(("generate", "verify"))
 
@@ -132,6 +140,8 @@ class Seen:
             bad.append("a traceback")
         if self.code and not said.strip():
             bad.append("no word")
+        if SECRET in said:
+            bad.append("words of a private file")
         if len(said) > MOST_TEXT:
             bad.append(f"{len(said)} characters of text")
         if any(ord(c) < 32 and c not in "\n\t\r" for c in said):
@@ -303,8 +313,9 @@ def _child(argv: list[str], box: Path, out: Path, report: Path, texts: list[Path
             writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             if writes and not path.startswith((inside, "/dev/null", "/dev/tty")):
                 events.append(f"opened {path} for writing")
-            if path.startswith(("/dev/zero", "/dev/random", "/etc/passwd")) or "decoy" in path:
-                events.append(f"opened {path}")
+            real = os.path.realpath(path)
+            if real.startswith(("/dev/zero", "/dev/random", "/etc/passwd")) or "decoy" in real:
+                events.append(f"opened {path} ({real})")
         elif event in _PATHS:
             paths = [os.path.abspath(os.fsdecode(a)) for a in args[:2] if isinstance(a, (str, bytes))]
             if event in ("os.symlink", "os.link"):
