@@ -24,6 +24,7 @@ from convert.locate import RECORD_NAME
 from convert.opening import shapes_of
 from convert.record import entries
 from convert.report import fold_names
+from convert.zero_tails import zero_tail_notes
 
 if TYPE_CHECKING:
     from convert.match import Match
@@ -83,7 +84,12 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
         tensors=tensors,
         files=[(f.name, f.stat().st_size) for f in checkpoint.files],
         problems=problems,
-        notes=[*checkpoint.notes, *(matched.notes if matched else []), *_dropped(dropped)],
+        notes=[
+            *zero_tail_notes(checkpoint),
+            *checkpoint.notes,
+            *(matched.notes if matched else []),
+            *_dropped(dropped),
+        ],
         record=_record(checkpoint),
         title=checkpoint.title,
         origin=_hub(checkpoint),

@@ -26,6 +26,7 @@ from convert.record import seal
 from convert.stamps import changes, stamps, touched
 from convert.storage_crcs import Beside
 from convert.writer import Cancelled, Progress, Writer, casts_within
+from convert.zero_tails import zero_tail_notes
 
 CHECKS = ("sampled", "full")
 
@@ -175,7 +176,7 @@ def run(
         if writer is not None:
             writer.stop(error)
         raise _ended(error, claim, keep=keep) from error.__cause__
-    notes = [*plan.notes, *plan.source.pool.notes]
+    notes = [*zero_tail_notes(plan.source), *plan.notes, *plan.source.pool.notes]
     if count := losses.get("underflowed"):
         notes.append(f"{count:,} non-zero values became zero in the narrower type")
     if count := losses.get("clamped"):

@@ -18,6 +18,7 @@ from convert.errors import ConvertError, Problem, UsageError
 from convert.hub.place import Place, place
 from convert.locate import INDEX_NAMES, SUFFIXES
 from convert.report import fold_names, fold_problems
+from convert.zero_tails import zero_tails
 
 if TYPE_CHECKING:
     import torch
@@ -181,6 +182,7 @@ def _validate(
     out.origin = {**checkpoint.origin, "files": checkpoint.remote_files} if checkpoint.origin else {}
     what = f"{checkpoint.family}, {checkpoint.layout} layout, {checkpoint.format}"
     out.checked = f"{what}; {len(checkpoint.tensors)} tensors, each once, with the shapes that the config wants"
+    out.problems += zero_tails(checkpoint)
     try:
         matched = checkpoint.match
     except ConvertError as error:

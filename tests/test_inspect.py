@@ -46,6 +46,9 @@ def sparse_llama(folder: Path, size: str, *, head: bool) -> Path:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         file.truncate(8 + len(raw) + at)
+        last = max(t["data_offsets"][1] for n, t in header.items() if n != "lm_head.weight")  # which equals another
+        file.seek(8 + len(raw) + last - 2)
+        file.write(b"\x80\x3f")  # a one, or it would be a cut download
     (folder / "config.json").write_text(json.dumps(configs.to_hf(table, config, "BF16")))
     return folder
 

@@ -23,7 +23,9 @@ def show_plan(
     """Print what would be read and written, and what would forbid it; returns the exit code that this would have."""
     from convert.decisions import lines
     from convert.report import human_bytes, printable
+    from convert.zero_tails import zero_tail_notes
 
+    notes = [*zero_tail_notes(plan.source), *plan.notes]
     forbidden = _forbidden(plan, out, threads=threads, overwrite=overwrite, force=force, resume=resume)
     problems = forbidden.problems if forbidden else ()
     code = forbidden.exit_code if forbidden else 0
@@ -53,7 +55,7 @@ def show_plan(
         "threads": threads,
         "tied": plan.tied,
         "decisions": plan.decisions,
-        "notes": plan.notes,
+        "notes": notes,
         "problems": [problem.as_json() for problem in problems],
     }
     if as_json:
@@ -74,7 +76,7 @@ def show_plan(
     click.echo(f"peak memory: about {human_bytes(plan.peak_memory(threads))} with {threads} threads")
     for line in lines({k: v for k, v in plan.decisions.items() if k != "substituted"}):  # notes tell what that costs
         click.echo(f"decided: {line}")
-    for note in plan.notes:
+    for note in notes:
         if not note.startswith(("ignored ", "rows of Q and K are put ")):  # told above
             click.echo(printable(f"note: {note}"))
     for problem in problems:
