@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from convert.errors import FormatError, Problem, UsageError
 from convert.hashing import GIT, hash_files
+from convert.listed_files import assign
 
 #: Beside Meta's own downloads: MD5 in the format of md5sum.
 CHECKLIST = "checklist.chk"
@@ -30,12 +31,14 @@ class Expected:
         algorithm: A name that :func:`convert.hashing.hash_file` knows.
         digest: What it gives, in lower case.
         origin: Who says so, for messages.
+        perhaps: Hashes of which one may be meant, with the names that a list has for them; then ``digest`` is empty.
     """
 
     path: Path
     algorithm: str
     digest: str
     origin: str
+    perhaps: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,14 @@ def verify_hashes(
     for algorithm in dict.fromkeys(w.algorithm for w in every):
         group = [w for w in every if w.algorithm == algorithm]
         found = hash_files([w.path for w in group], algorithm, threads=threads, progress=progress)
-        out += [Hashed(w.path, algorithm, found[w.path], w.digest or None, w.origin or None) for w in group]
+        for item in group:
+            digest = found[item.path]
+            wanted_digest = item.digest or (digest if digest in item.perhaps else "")  # equal: then it was meant
+            out.append(
+                Hashed(item.path, algorithm, digest, wanted_digest or None, item.origin if wanted_digest else None)
+            )
+            if item.perhaps and not wanted_digest:
+                problems.append(_elsewhere(item))
     return out, problems + [_differs(h) for h in out if h.ok is False]
 
 
@@ -125,6 +135,18 @@ def _differs(found: Hashed) -> Problem:
         found=found.digest,
         wanted=found.expected,
         hint="Fetch the file again.",
+    )
+
+
+def _elsewhere(item: Expected) -> Problem:
+    names = ", ".join(list(item.perhaps.values())[:3])
+    return Problem(
+        "checksums",
+        f"{item.origin} speaks of other folders: it has {names}, and nothing says that {item.path} is meant. Its "
+        f"{item.algorithm} is none of theirs.",
+        file=str(item.path),
+        wanted=list(item.perhaps),
+        hint="Give the list of this folder, or one that names its files without folders.",
     )
 
 
@@ -187,27 +209,30 @@ def _recorded(weights: Sequence[Path], record: Mapping[str, Any]) -> list[tuple[
 
 
 def _listed(place: Path, weights: Sequence[Path], problems: list[Problem]) -> list[Expected]:
-    """The entries of a list; paths are taken from the list's folder, or are the weights of that name."""
-    names = {p.name: p for p in weights}
-    out = []
-    for name, digest in read_list(place).items():
-        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-        path: Path | None = place.parent / name if inside else None
-        if path is None or not path.is_file():
-            path = names.get(Path(name).name)
-        if path is None:
-            problems.append(
-                Problem(
-                    "missing_file",
-                    f"{place.name} lists {name}, which is not there.",
-                    file=name,
-                    hint="Fetch it, or take it out of the list.",
-                )
+    """The entries of a list, each with the file that it speaks of."""
+    lines = read_list(place)
+    found = assign(lines, place=place.parent, weights=weights)
+    for name in found.absent:
+        problems.append(
+            Problem(
+                "missing_file",
+                f"{place.name} lists {name}, which is not there.",
+                file=name,
+                hint="Fetch it, or take it out of the list.",
             )
-            continue
-        path = names.get(path.name, path) if path.name in names and path.samefile(names[path.name]) else path
-        out.append(Expected(path, _ALGORITHMS[len(digest)], digest, place.name))
-    return out
+        )
+    out = [_entry(path, place.name, {lines[name]: name}) for path, name in found.certain.items()]
+    return out + [
+        _entry(path, place.name, {lines[name]: name for name in names}, sure=False)
+        for path, names in found.unsure.items()
+    ]
+
+
+def _entry(path: Path, origin: str, digests: dict[str, str], *, sure: bool = True) -> Expected:
+    """What a list says of a file; where several lines may be meant, those of the first one's algorithm."""
+    first = next(iter(digests))
+    named = {digest: name for digest, name in digests.items() if len(digest) == len(first)}
+    return Expected(path, _ALGORITHMS[len(first)], first if sure else "", origin, {} if sure else named)
 
 
 def read_list(place: Path) -> dict[str, str]:
