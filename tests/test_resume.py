@@ -23,13 +23,15 @@ from tests.trust.kinds import KINDS, Scene, hashes, small_pieces
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Small pieces, and the sizes of before afterwards."""
+def small():
+    """Small pieces, and the sizes of before afterwards; kept apart from `monkeypatch`, which a test may undo."""
     from convert import journal, plan
 
-    for module, name in ((plan, "PIECE_BYTES"), (writer, "COPY_BYTES"), (journal, "BATCH_BYTES")):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    small_pieces()
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((plan, "PIECE_BYTES"), (writer, "COPY_BYTES"), (journal, "BATCH_BYTES")):
+            patch.setattr(module, name, getattr(module, name))
+        small_pieces()
+        yield
 
 
 @pytest.fixture
@@ -167,7 +169,6 @@ def test_a_full_disk_keeps_what_is_finished_only_where_asked(made, tmp_path, mon
         convert.convert_checkpoint(made.path, tmp_path / "b", to="meta", resume=True)
     assert {p.name for p in tmp_path.iterdir()} == {"source", "b.partial"}
     monkeypatch.undo()
-    small_pieces()
     assert convert.convert_checkpoint(made.path, tmp_path / "b", to="meta", resume=True).resumed > 0
 
 
