@@ -45,5 +45,6 @@ else
     echo "+ tests.trust.fuzz: not run, atheris is not installed"
 fi
 run memory tests.trust.memory
+run hashing tests.trust.hashing
 run load tests.trust.load
 exit "$code"
