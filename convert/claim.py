@@ -331,7 +331,8 @@ def _ours(folder: Path) -> bool:
     """Whether a partial folder may be cleared: there is none, it is empty, or a conversion was killed in it.
 
     Such a folder holds the lock or the journal, or, killed between the last check and the rename, a complete output
-    with its record.
+    with its record. A lock or journal that is a link or a pipe is no conversion's: to open it would make or change a
+    file elsewhere, or wait.
     """
     from convert.locate import RECORD_NAME
 
@@ -341,6 +342,9 @@ def _ours(folder: Path) -> bool:
         inside = os.listdir(folder)
     except FileNotFoundError:  # not there, or just renamed by the run that made it
         return True
+    own = [folder / name for name in (LOCK_NAME, JOURNAL_NAME) if name in inside]
+    if any(path.is_symlink() or not path.is_file() for path in own if os.path.lexists(path)):
+        return False
     return not inside or any(name in (LOCK_NAME, JOURNAL_NAME) or name.endswith(RECORD_NAME) for name in inside)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -242,6 +243,8 @@ _Kept = tuple[dict[str, Any], Finished, dict[str, list[int]], int]
 def _read(path: Path) -> _Kept | None:
     """Fingerprint, pieces, files being moved, and how many bytes of the journal are whole; None without one."""
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would wait for ever, a link lead elsewhere
+            return None
         data = path.read_bytes()
     except OSError:
         return None

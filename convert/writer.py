@@ -143,11 +143,13 @@ class Writer:
             Cancelled: The caller's event was set.
         """
         fresh = 0 if self.journal is not None and self.journal.finished else os.O_TRUNC
+        # Whoever put a link there meant another file (Windows has no such flag, and asks for binary).
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         for file in self.plan.files:
             path = self.folder / file.name
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | fresh | getattr(os, "O_BINARY", 0), 0o666)
+                fd = os.open(path, flags | fresh, 0o666)
                 self.fds.append(fd)
                 reserve(fd, file.size)
         if self.journal is not None:

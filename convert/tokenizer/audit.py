@@ -17,8 +17,8 @@ from convert.tokenizer import hf_checks, hf_json, json_text, merges_file, ranks,
 from convert.tokenizer.hf_checks import brief
 from convert.tokenizer.source import read_tokenizer
 
-#: Files up to this size are read whole by default; of larger ones (128,000 tokens take 9 MB and a third of a second) the
-#: merges are only counted.
+#: Files up to this size are read whole by default; of larger ones the merges are only counted (those of 128,000 tokens
+#: take a third of a second).
 WHOLE_BYTES = 4 << 20
 #: What only a conversion to GGUF needs to know; a checkpoint is sound without.
 _UNKNOWN = frozenset({"pre_tokenizer", "tokenizer_kind", "tokenizer_missing"})

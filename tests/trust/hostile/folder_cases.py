@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from convert.journal import JOURNAL_NAME
 from tests.trust.hostile import base
 from tests.trust.hostile.harness import Case
 from tests.trust.hostile.sparse import hole
@@ -231,6 +232,12 @@ def _journal(partial: Path, lines: bytes) -> None:
 PARTIALS: dict[str, Callable[[Path], None]] = {
     "a link as the output's file": lambda p: (p / "model.pth").symlink_to("../../precious/decoy"),
     "a link as the lock": lambda p: (p / ".lock").symlink_to("../../precious/decoy"),
+    "a link to nothing as the lock": lambda p: (p / ".lock").symlink_to("../../precious/new"),
+    "a link as the journal": lambda p: (p / JOURNAL_NAME).symlink_to("../../precious/decoy"),
+    "a link to nothing as the journal": lambda p: (p / JOURNAL_NAME).symlink_to("../../precious/new"),
+    "a pipe as the lock": lambda p: os.mkfifo(p / ".lock"),
+    "a pipe as the journal": lambda p: os.mkfifo(p / JOURNAL_NAME),
+    "a folder as the lock": lambda p: (p / ".lock").mkdir(),
     "a hard link as the output's file": lambda p: os.link(p.parent.parent / "precious/decoy", p / "model.pth"),
     "a pipe as the output's file": lambda p: os.mkfifo(p / "model.pth"),
     "a folder as the output's file": lambda p: (p / "model.pth").mkdir(),
