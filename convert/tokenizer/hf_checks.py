@@ -133,6 +133,11 @@ def text_damage(texts: Iterable[str]) -> Iterator[str]:
         yield f"a token has {longest:,} characters, which none has"
     elif not joined.isascii():
         try:
+            joined.encode("latin-1")  # faster, and it has no surrogates either
+            return
+        except UnicodeEncodeError:
+            pass
+        try:
             joined.encode()
         except UnicodeEncodeError:
             yield "a token holds half a surrogate pair, which is no text"

@@ -6,6 +6,7 @@ the business of :mod:`convert.tokenizer.hf_checks`.
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -14,6 +15,9 @@ MAX_BYTES = 96 << 20
 #: How often a character may occur. A vocabulary of 262,144 with 514,906 merges as pairs (the largest published) has
 #: 520,000 lists, 1.3 million commas and 2.6 million quotes.
 _MOST_MARKS = {b"[": 1_500_000, b"{": 400_000, b",": 3_000_000, b'"': 6_000_000}
+#: Below this size commas and quotes are not counted: what takes memory has four bytes or more with its comma, so that
+#: there are fewer than in the largest file that passes.
+_UNCOUNTED = 10 << 20
 #: Python keeps a text with one emoji in four bytes per character.
 _MOST_WIDE = 48 << 20
 #: Bytes that begin a character beyond U+FFFF in UTF-8.
@@ -36,7 +40,7 @@ def load(raw: bytes, *, texts: bool = True, constants: bool = False) -> Any:
     if len(raw) > MAX_BYTES:
         raise ValueError(f"it has {len(raw):,} bytes, more than any tokenizer")
     for mark, most in _MOST_MARKS.items():
-        if raw.count(mark) > most:
+        if (mark in b"[{" or len(raw) > _UNCOUNTED) and raw.count(mark) > most:
             raise ValueError(f"it holds more than {most:,} times {mark.decode()!r}, more values than any tokenizer")
     if texts and len(raw) > _MOST_WIDE and any(first in raw for first in _WIDE):
         raise ValueError(f"it has {len(raw):,} bytes of text beyond ASCII, more than any tokenizer")
@@ -46,11 +50,22 @@ def load(raw: bytes, *, texts: bool = True, constants: bool = False) -> Any:
         text = raw.decode("utf-8-sig" if texts else "latin-1")
         del raw  # a copy of 30 MB; the caller has none
         text = text if texts else text.removeprefix("\xef\xbb\xbf")
-        return json.loads(text, parse_constant=None if constants else _no_constant)
+        return _parse(text, constants)
     except RecursionError:
         raise ValueError("it is nested deeper than any tokenizer") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no UTF-8 (byte {error.start:,})") from None
+
+
+def _parse(text: str, constants: bool) -> Any:
+    """The value, made without Python looking for cycles all along, which JSON has none of."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        return json.loads(text, parse_constant=None if constants else _no_constant)
+    finally:
+        if was:
+            gc.enable()
 
 
 def _no_constant(name: str) -> None:
