@@ -192,10 +192,13 @@ def _merges(out: Audit, path: Path, vocab: Mapping[str, int] | None) -> None:
         out.add(path, wrong)
 
 
-def _range(out: Audit, path: Path, ids: Iterable[int], added: Mapping[str, int]) -> None:
-    """Ids against the rows of the embedding; an added token at the end may lack one.
+def _range(
+    out: Audit, path: Path, ids: Iterable[int], added: Mapping[str, int], elsewhere: Iterable[int] = ()
+) -> None:
+    """Ids against the rows of the embedding; added tokens directly after the vocabulary may lack them.
 
-    Gemma 3's text models have ``<image_soft_token>`` so, a row beyond their embedding. No text has it by chance.
+    Gemma 3's text models have ``<image_soft_token>`` so, a row beyond their embedding. No text has it by chance, and
+    :mod:`convert.tokenizer.beyond` leaves it out of a GGUF. ``elsewhere`` are the ids that another file has.
     """
     ids = list(ids)
     most = max(ids, default=-1)
@@ -210,12 +213,12 @@ def _range(out: Audit, path: Path, ids: Iterable[int], added: Mapping[str, int])
     beyond = {text: index for text, index in added.items() if index >= out.rows}
     if not beyond:
         return
-    count = len({*ids, *added.values()})
+    count = len({*ids, *added.values(), *elsewhere})
     said = ", ".join(f"{brief(text)} ({index:,})" for text, index in list(beyond.items())[:3])
     if max(beyond.values()) < count:
         out.notes.append(
-            f"{path.name}: {len(beyond)} added tokens have no row in the embedding of {out.rows:,} rows, {said}; "
-            "a text that holds one of them cannot be read"
+            f"{path.name}: {len(beyond)} added token{'s' * (len(beyond) > 1)} without a row in the embedding of "
+            f"{out.rows:,} rows, {said}: a text that holds one cannot be read; a GGUF leaves them out"
         )
     else:
         out.add(path, f"the embedding has {out.rows:,} rows, too few for {said}", wanted=f"less than {out.rows}")
@@ -245,11 +248,16 @@ def _beside(out: Audit, path: Path) -> None:
     new = {}
     for text, index in said.items():
         own = out.ids.get(text)
-        if own is not None and own != index:
-            out.add(path, f"it gives {brief(text)} the id {index}, the vocabulary {own}", found=index, wanted=own)
-        elif own is None and text.isascii():
+        if own is None:
             new[text] = index
-    _range(out, path, (), new | {text: index for text, index in said.items() if text not in new})
+        elif own != index:
+            out.add(path, f"it gives {brief(text)} the id {index}, the vocabulary {own}", found=index, wanted=own)
+    _range(out, path, (), new, out.ids.values())
+    for role, text in () if plain else sidecar_checks.roles(value):
+        index = said.get(text, out.ids.get(text, -1))
+        if index >= out.rows:
+            what = f"its {role}, {brief(text)}, has the id {index:,}, the embedding has {out.rows:,} rows"
+            out.add(path, what, found=index, wanted=f"less than {out.rows}")
 
 
 def _ids(out: Audit, path: Path, config: Mapping[str, Any], *, fatal: bool) -> None:
