@@ -192,9 +192,7 @@ def _merges(out: Audit, path: Path, vocab: Mapping[str, int] | None) -> None:
         out.add(path, wrong)
 
 
-def _range(
-    out: Audit, path: Path, ids: Iterable[int], added: Mapping[str, int], elsewhere: Iterable[int] = ()
-) -> None:
+def _range(out: Audit, path: Path, ids: Iterable[int], added: Mapping[str, int], elsewhere: Iterable[int] = ()) -> None:
     """Ids against the rows of the embedding; added tokens directly after the vocabulary may lack them.
 
     Gemma 3's text models have ``<image_soft_token>`` so, a row beyond their embedding. No text has it by chance, and
@@ -253,7 +251,7 @@ def _beside(out: Audit, path: Path) -> None:
         elif own != index:
             out.add(path, f"it gives {brief(text)} the id {index}, the vocabulary {own}", found=index, wanted=own)
     _range(out, path, (), new, out.ids.values())
-    for role, text in () if plain else sidecar_checks.roles(value):
+    for role, text in ({} if plain else sidecar_checks.used(value)).items():
         index = said.get(text, out.ids.get(text, -1))
         if index >= out.rows:
             what = f"its {role}, {brief(text)}, has the id {index:,}, the embedding has {out.rows:,} rows"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import ConvertError, Problem
-from convert.tokenizer.tokenizer import WITHOUT, Tokenizer
+from convert.tokenizer.tokenizer import UNUSED, WITHOUT, Tokenizer, padding_token
 
 _ROLES = ("bos", "eos", "pad")
 _SHOWN = 4
@@ -35,6 +35,8 @@ def without_rowless(tokenizer: Tokenizer, rows: int, *configs: Mapping[str, Any]
     lost = {token.id: token.content for token in tokenizer.added if token.id >= rows}
     if not beyond or set(beyond) != set(lost) or not rows:
         return tokenizer
+    if any(text == padding_token(i) for i, text in enumerate(tokenizer.tokens) if tokenizer.types[i] == UNUSED):
+        return tokenizer  # ids before it are nobody's: it does not follow the vocabulary
     texts = set(lost.values())
     if any(left + right in texts for left, right in tokenizer.merges):
         return tokenizer  # ordinary text would hold it

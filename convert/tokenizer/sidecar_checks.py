@@ -23,12 +23,22 @@ def config_damage(config: Mapping[str, Any]) -> list[str]:
 
 def _roles(config: Mapping[str, Any]) -> Iterator[str]:
     for role in ROLES:
-        value = config.get(f"{role}_token")
-        text = value.get("content") if isinstance(value, Mapping) else value
+        text = _text(config, role)
         if text is not None and not isinstance(text, str):
-            yield f"its {role}_token is {brief(value)}, not a text"
+            yield f"its {role}_token is {brief(config[f'{role}_token'])}, not a text"
         elif text is not None:
             yield from text_damage([text])
+
+
+def used(config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts that begin, end and pad, by key, of a sound ``tokenizer_config.json``."""
+    texts = {f"{role}_token": _text(config, role) for role in ("bos", "eos", "pad")}
+    return {key: text for key, text in texts.items() if text is not None}
+
+
+def _text(config: Mapping[str, Any], role: str) -> Any:
+    value = config.get(f"{role}_token")
+    return value.get("content") if isinstance(value, Mapping) else value
 
 
 def _decoder(tokens: Any) -> Iterator[str]:

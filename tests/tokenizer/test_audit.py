@@ -159,13 +159,32 @@ def test_ids_of_a_config_without_tokenizer(tmp_path):
 
 
 def test_an_added_token_beyond_the_rows(tmp_path):
-    """Gemma 3's text models have one; one far away has no row anywhere."""
+    """Gemma 3's text models have one, in three files; one far away has no row anywhere, and one that is used needs one.
+
+    The first of each pair is the control.
+    """
     token = {"content": "<image_soft_token>", "special": True}
-    place = folder(tmp_path / "m", tokenizer__json={**text_cases.SOUND, "added_tokens": [{**token, "id": ROWS}]})
-    found = audit(place, rows=ROWS, config={})
-    assert not found.problems and "<image_soft_token>" in found.notes[0]
-    folder(place, tokenizer__json={**text_cases.SOUND, "added_tokens": [{**token, "id": ROWS + 1}]})
-    assert "too few" in audit(place, rows=ROWS, config={}).problems[0].message
+    text = next(iter(text_cases.SOUND["model"]["vocab"]))
+
+    def found(number: int, index: int = ROWS, **files):
+        tree = {**text_cases.SOUND, "added_tokens": [{**token, "id": index}]}
+        return audit(folder(tmp_path / str(number), tokenizer__json=tree, **files), rows=ROWS, config={})
+
+    decoder = {str(text_cases.SOUND["model"]["vocab"][text]): {"content": text}, str(ROWS): token}
+    for number, (name, good, bad) in enumerate(
+        [
+            ("added_tokens__json", {token["content"]: ROWS}, {"new": ROWS + 5}),
+            ("tokenizer_config__json", {"added_tokens_decoder": decoder}, {"added_tokens_decoder": {ROWS + 1: token}}),
+            ("tokenizer_config__json", {"image_token": token["content"]}, {"eos_token": token["content"]}),
+            ("special_tokens_map__json", {"pad_token": {"content": text}}, {"pad_token": token}),
+            ("generation_config__json", {"eos_token_id": [ROWS - 1]}, {"eos_token_id": [1, ROWS]}),
+        ]
+    ):
+        sound = found(number, **{name: good})
+        assert not sound.problems and len(sound.notes) == 1, (good, sound)
+        assert "1 added token without a row" in sound.notes[0] and token["content"] in sound.notes[0]
+        assert found(number, **{name: bad}).problems, bad
+    assert "too few" in found(9, ROWS + 1).problems[0].message
 
 
 def test_memory_is_bounded_before_anything_is_parsed():

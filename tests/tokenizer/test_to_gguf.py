@@ -243,6 +243,7 @@ def test_added_tokens_without_a_row_are_left_out(
     folder = save(made, tmp_path / "hf", add_bos_token=False, **names)
     keys = agree(folder, texts, rows=rows)
     assert len(keys["tokenizer.ggml.tokens"].value) == len(keys["tokenizer.ggml.token_type"].value) == rows
+    (folder / "added_tokens.json").write_text(json.dumps({"<image_soft_token>": rows}))  # as Gemma 3 has it, too
     source = read_tokenizer(folder)
     for _ in range(2):  # planning and writing
         gguf_metadata(source, rows=rows)
@@ -256,6 +257,10 @@ def test_added_tokens_without_a_row_are_left_out(
             gguf_metadata(read_tokenizer(folder), rows=rows, config=config)
     with pytest.raises(ConvertError, match="the embedding only"):  # a token of the vocabulary itself lacks a row
         gguf_metadata(read_tokenizer(folder), rows=rows - 1)
+    (folder / "added_tokens.json").write_text(json.dumps({"far": rows + 5}))  # it does not follow the vocabulary
+    for least in (rows, rows + 1, rows + 5):
+        with pytest.raises(ConvertError, match="the embedding only"):
+            gguf_metadata(read_tokenizer(folder), rows=least)
 
 
 def test_templates_from_all_their_homes(multilingual: str, tmp_path: Path) -> None:
