@@ -216,7 +216,7 @@ def _range(out: Audit, path: Path, ids: Iterable[int], added: Mapping[str, int],
     if max(beyond.values()) < count:
         out.notes.append(
             f"{path.name}: {len(beyond)} added token{'s' * (len(beyond) > 1)} without a row in the embedding of "
-            f"{out.rows:,} rows, {said}: a text that holds one cannot be read; a GGUF leaves them out"
+            f"{out.rows:,} rows, {said}: a text that holds one cannot be read; a GGUF leaves such tokens out"
         )
     else:
         out.add(path, f"the embedding has {out.rows:,} rows, too few for {said}", wanted=f"less than {out.rows}")
