@@ -161,6 +161,7 @@ def run(
         with reading(claim.folder):
             read_beside(plan, claim.folder)
         writer.close()
+        warnings = zero_tail_notes(plan.source)
         if problems := changes(before, plan.source.pool.opened):
             raise ConvertError(problems)
         with writing(out):
@@ -176,7 +177,7 @@ def run(
         if writer is not None:
             writer.stop(error)
         raise _ended(error, claim, keep=keep) from error.__cause__
-    notes = [*zero_tail_notes(plan.source), *plan.notes, *plan.source.pool.notes]
+    notes = [*warnings, *plan.notes, *plan.source.pool.notes]
     if count := losses.get("underflowed"):
         notes.append(f"{count:,} non-zero values became zero in the narrower type")
     if count := losses.get("clamped"):
