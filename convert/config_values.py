@@ -194,7 +194,7 @@ def check_frame(raw: Mapping[str, Any], file: str) -> Iterable[Problem]:
     stated = raw.get("architectures")
     if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
         # A class name that is not in a list would be passed over, and the family guessed.
-        hint = 'It looks like this: "architectures": ["LlamaForCausalLM"].'
+        hint = 'It looks like this: "architectures": ["SomeModelForCausalLM"].'
         yield wrong("architectures", stated, "list of class names", file=file, hint=hint)
     for key in ("quantization_config", "quantization_args", "quantization"):
         value = raw.get(key)

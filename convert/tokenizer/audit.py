@@ -96,15 +96,23 @@ def _main(out: Audit, files: Mapping[str, Path], full: bool) -> str | None:
     return first
 
 
-def _tokenizer_json(out: Audit, path: Path, full: bool) -> None:
-    whole = full or path.stat().st_size <= WHOLE_BYTES
+def _object(out: Audit, path: Path, **how: bool) -> dict[str, Any] | None:
+    """The object that a file holds; None, and a finding, where it holds none."""
     try:
-        tree = json_text.load(path.read_bytes(), texts=whole)
+        value = json_text.load(path.read_bytes(), **how)
     except ValueError as error:
         out.add(path, f"it cannot be read: {error}", wanted="JSON")
-        return
-    if not isinstance(tree, dict):
-        out.add(path, f"it is {hf_checks.what(tree)}", wanted="an object")
+        return None
+    if not isinstance(value, dict):
+        out.add(path, f"it is {hf_checks.what(value)}", wanted="an object")
+        return None
+    return value
+
+
+def _tokenizer_json(out: Audit, path: Path, full: bool) -> None:
+    whole = full or path.stat().st_size <= WHOLE_BYTES
+    tree = _object(out, path, texts=whole)
+    if tree is None:
         return
     wrong = hf_checks.damage(tree)
     for what in wrong:
@@ -224,13 +232,8 @@ def _range(out: Audit, path: Path, ids: Iterable[int], added: Mapping[str, int],
 
 def _beside(out: Audit, path: Path) -> None:
     """Check one of the small files, and what it says of tokens against the vocabulary."""
-    try:
-        value = json_text.load(path.read_bytes(), constants=True)
-    except ValueError as error:
-        out.add(path, f"it cannot be read: {error}", wanted="JSON")
-        return
-    if not isinstance(value, dict):
-        out.add(path, f"it is {hf_checks.what(value)}", wanted="an object")
+    value = _object(out, path, constants=True)
+    if value is None:
         return
     if path.name == _GENERATION:
         _ids(out, path, value, fatal=True)
