@@ -7,18 +7,17 @@ import random
 
 import pytest
 
-from convert import journal, plan, writer
 from tests.trust import power_cuts
 from tests.trust.disk import Disk, Named, Recorder, Synced, Written
-from tests.trust.kinds import KINDS
+from tests.trust.kinds import KINDS, kept_sizes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="the recorder wraps Linux's calls")
 
 
 @pytest.fixture(autouse=True)
-def sizes(monkeypatch):
-    for module, name in ((plan, "PIECE_BYTES"), (writer, "COPY_BYTES"), (journal, "BATCH_BYTES")):
-        monkeypatch.setattr(module, name, getattr(module, name))
+def sizes():
+    with kept_sizes():
+        yield
 
 
 def kind(name):

@@ -19,17 +19,12 @@ from convert.errors import ConvertError, UsageError
 from convert.journal import JOURNAL_NAME, Finished, read_commit
 from convert.run import Cancelled, run
 from tests.fixtures import make_hf
-from tests.trust.kinds import KINDS, Scene, hashes, small_pieces
+from tests.trust.kinds import KINDS, Scene, hashes, kept_sizes, small_pieces
 
 
 @pytest.fixture(autouse=True)
 def small():
-    """Small pieces, and the sizes of before afterwards; kept apart from `monkeypatch`, which a test may undo."""
-    from convert import journal, plan
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((plan, "PIECE_BYTES"), (writer, "COPY_BYTES"), (journal, "BATCH_BYTES")):
-            patch.setattr(module, name, getattr(module, name))
+    with kept_sizes():
         small_pieces()
         yield
 

@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from convert import journal, plan, writer
 from tests.trust import faults, kill_points
-from tests.trust.kinds import KINDS
+from tests.trust.kinds import KINDS, kept_sizes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the scripts kill children")
 
@@ -17,10 +16,9 @@ FEW = ("hf-to-scratch --format pth", "hf-to-gguf, split", "hf-to-scratch --overw
 
 
 @pytest.fixture(autouse=True)
-def sizes(monkeypatch):
-    """The scripts make pieces small; the sizes of before come back afterwards."""
-    for module, name in ((plan, "PIECE_BYTES"), (writer, "COPY_BYTES"), (journal, "BATCH_BYTES")):
-        monkeypatch.setattr(module, name, getattr(module, name))
+def sizes():
+    with kept_sizes():
+        yield
 
 
 def kind(name):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ def small_pieces() -> None:
     plan.PIECE_BYTES = 32 << 10
     writer.COPY_BYTES = 64 << 10
     journal.BATCH_BYTES = 128 << 10
+
+
+@contextlib.contextmanager
+def kept_sizes() -> Iterator[None]:
+    """Afterwards pieces are as large as before: for tests that call :func:`small_pieces`."""
+    before = plan.PIECE_BYTES, writer.COPY_BYTES, journal.BATCH_BYTES
+    try:
+        yield
+    finally:
+        plan.PIECE_BYTES, writer.COPY_BYTES, journal.BATCH_BYTES = before
 
 
 def hashes(folder: Path) -> dict[str, str]:
