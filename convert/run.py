@@ -106,7 +106,7 @@ def run(
             source; and should this run be stopped, leave what is finished there.
         check: ``sampled`` compares sizes, headers and some blocks of the finished files with the source, ``full`` every
             byte.
-        progress: Called with the number of bytes written since the last call.
+        progress: Called with the number of bytes written since the last call, from any thread.
         cancel: When set, work stops and the partial output is removed (kept with ``resume``).
         writer_type: Makes the writer; that of several ranks writes a share (:mod:`convert.ranks`).
 

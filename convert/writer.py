@@ -55,7 +55,7 @@ class Writer:
     Args:
         plan: What is written.
         folder: The partial folder.
-        progress: Called with bytes written since the last call.
+        progress: Called with bytes written since the last call, from any thread.
         cancel: Stops the work when set.
         journal: Where finished pieces are listed; those that it lists already are compared instead of written.
 

@@ -18,31 +18,30 @@ def made(tmp_path):
     return make_hf(tmp_path / "source", "gqa8", tokenizer=120)
 
 
-def rewrite(path, data: bytes, at: int) -> None:
-    """Write to a file, and set its time back."""
-    found = path.stat()
+def rewrite(path, data: bytes, at: int, mtime_ns: int) -> None:
+    """Write to a file, and set its time back to what its caller saw before any thread wrote."""
     with path.open("r+b") as file:
         file.seek(at)
         file.write(data)
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.utime(path, ns=(mtime_ns, mtime_ns))
 
 
 def test_a_time_that_was_set_back(made, tmp_path):
     """Two bytes at the end of the weights: no sampled block holds them; then the same run without it."""
     path = made.path / "model.safetensors"
-    size = path.stat().st_size
+    size, written = path.stat().st_size, path.stat().st_mtime_ns
     old = path.read_bytes()[-2:]
 
     def late(count: int) -> None:
         seen.append(count)
         if sum(seen) > size * 0.99:
-            rewrite(path, b"\x12\x34", size - 2)
+            rewrite(path, b"\x12\x34", size - 2, written)
 
     seen: list[int] = []
     with pytest.raises(ConvertError, match="differs from the source"):
         convert.convert_checkpoint(made.path, tmp_path / "out", to="hf", max_shard_size=10**9, threads=1, progress=late)
     assert not (tmp_path / "out").exists()
-    rewrite(path, old, size - 2)
+    rewrite(path, old, size - 2, written)
     summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="hf")
     assert summary.checked == "sampled"
 
@@ -56,12 +55,14 @@ def test_what_is_done_to_a_source_without_harm(made, tmp_path):
             os.link(path, tmp_path / "backup")
             path.chmod(0o600)
 
-    summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch", progress=linked)
+    summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch", threads=1, progress=linked)
     assert summary.checked == "sampled"
-    again = path.read_bytes()[:2]
-    summary = convert.convert_checkpoint(
-        made.path, tmp_path / "other", to="scratch", progress=lambda _: rewrite(path, again, 0)
-    )
+    again, written = path.read_bytes()[:2], path.stat().st_mtime_ns
+
+    def rewritten(_: int) -> None:
+        rewrite(path, again, 0, written)
+
+    summary = convert.convert_checkpoint(made.path, tmp_path / "other", to="scratch", threads=1, progress=rewritten)
     assert summary.checked == "full"
 
 
