@@ -101,19 +101,21 @@ def generate(
         UsageError: The prompt is empty or too long, or a number makes no sense.
         ConvertError: There is no usable tokenizer or template, or the checkpoint cannot be run.
     """
-    import torch
-
     from convert.checkpoint import Checkpoint, open_checkpoint
-    from convert.reference.loading import load_reference
 
     _check(max_new_tokens, temperature, top_k, top_p, dtype)
-    target = pick_device(device)
     opened: Any = src if isinstance(src, Checkpoint) else open_checkpoint(src, **options)
     try:
+        opened.require_sound()
         texts = text_tokenizer(opened, tokenizer)
         text = _chat(texts, prompt) if chat else prompt
         ids = texts.encode(text, special=not chat) or _bos(texts)
         room = _room(opened, ids)
+        target = pick_device(device)  # imports torch: what cannot be run is refused before
+        import torch
+
+        from convert.reference.loading import load_reference
+
         chosen = _dtype(opened, dtype, target.type)
         if on_step is not None:
             on_step(f"loading {opened.path.name} ({chosen}, {target})")

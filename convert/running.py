@@ -45,6 +45,19 @@ def opened(side: Any, *, follow_links: bool = False) -> Iterator[Any]:
         yield ckpt
 
 
+def require_sound(*sides: Any) -> None:
+    """Go on only with checkpoints whose tensors fit their families' tables; imports no torch.
+
+    Raises:
+        ConvertError: One has a tensor too few, too many, or of another shape.
+    """
+    from convert.checkpoint import Checkpoint
+
+    for side in sides:
+        if isinstance(side, Checkpoint):  # what else can be run says for itself whether it fits
+            side.require_sound()
+
+
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """float32 that is float32: no TF32 in matrix products while it lasts."""

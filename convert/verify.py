@@ -18,7 +18,7 @@ from convert.devices import pick_device
 from convert.errors import Problem, UsageError
 from convert.platform import available_memory
 from convert.prompt import choose_tokens, pieces, shortened
-from convert.running import exact_arithmetic, opened
+from convert.running import exact_arithmetic, opened, require_sound
 from convert.verdict import (
     FEW_TOKENS,
     MARGIN,
@@ -84,20 +84,21 @@ def verify(
         UsageError: The request itself makes no sense (device, dtype, tokens).
         ConvertError: A side cannot be run, or the two have different vocabularies.
     """
-    from convert.measurement import Measurement
-
     if dtype not in DTYPES:
         raise UsageError(Problem("dtype", f"verify cannot compute in {dtype!r}.", found=dtype, wanted=list(DTYPES)))
     if prompts is not None and (tokens is not None or text is not None or not prompts):
         why = "There are no prompts." if not prompts else "Give prompts, or token ids, or a text."
         raise UsageError(Problem("prompts", why))
-    target = pick_device(device)
     said = on_step or (lambda _: None)
     with opened(a, follow_links=follow_links) as first, opened(b, follow_links=follow_links) as second:
+        require_sound(first, second)
         asked: list[dict[str, Any]] = [{"tokens": tokens, "text": text}]
         if prompts is not None:
             asked = [{"text": p} if isinstance(p, str) else {"tokens": p} for p in prompts]
         ids = [choose_tokens(first, second, n_tokens=n_tokens, **one) for one in asked]
+        target = pick_device(device)  # imports torch: what cannot be run is refused before
+        from convert.measurement import Measurement
+
         measurement = Measurement(first, second, ids, device=target, dtype=dtype, on_step=said)
         if layerwise is None:
             layerwise = _too_large(measurement, target, dtype, said)

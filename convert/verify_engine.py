@@ -18,7 +18,7 @@ from convert.devices import pick_device
 from convert.dtypes import DTYPES
 from convert.errors import Problem, UsageError
 from convert.prompt import choose_tokens
-from convert.running import exact_arithmetic, logits, opened
+from convert.running import exact_arithmetic, logits, opened, require_sound
 from convert.verdict import FEW_TOKENS, MARGIN, MARGIN_ABS, Limits, VerifyResult, least_visible, stands_out
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ def verify_engine(
                 "dtype", f"An engine is compared in float32 or float64, not {dtype}.", found=dtype, wanted=ARITHMETIC
             )
         )
-    target = pick_device(device)
     with ExitStack() as stack:
         first = stack.enter_context(opened(a, follow_links=follow_links))
         second = first if b is None else stack.enter_context(opened(b, follow_links=follow_links))
@@ -118,10 +117,12 @@ def verify_engine(
                     hint=f"Export it first: convert {first.layout}-to-gguf {first.path} OUT.gguf --type f32.",
                 )
             )
+        require_sound(first, second)
         room = _room(first, second)
         ids = choose_tokens(first, second, tokens=tokens, text=text, n_tokens=min(n_tokens, room))
         if len(ids) > room:
             raise UsageError(Problem("tokens", f"{len(ids)} tokens; this model has room for {room}.", found=len(ids)))
+        target = pick_device(device)  # imports torch: what cannot be run is refused before
         return _Run(first, second, ids, target, dtype, on_step or (lambda _: None)).result()
 
 
