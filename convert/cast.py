@@ -1,9 +1,9 @@
 """Value conversion between the plain floating-point types, on numpy arrays.
 
-Everything passes through float32. Narrowing rounds to nearest even; a finite value that becomes infinite,
-and a non-zero value that becomes zero, are counted and left to the caller to judge. The fast routine for
-float32 → float16 comes from ggml's CPU library where it is installed (:mod:`convert.ggml`); numpy's gives the
-same bits.
+Everything passes through float32. Narrowing rounds to nearest even, once: float64 that becomes a 16-bit type is rounded
+to odd on its way through float32 (torch rounds it to nearest twice). A finite value that becomes infinite, and a non-zero
+value that becomes zero, are counted and left to the caller to judge. The fast routine for float32 → float16 comes from
+ggml's CPU library where it is installed (:mod:`convert.ggml`); numpy's gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from convert import ggml
 
 Array = NDArray[np.generic]
+
+#: Float64 values that are rounded to odd at a time: temporaries stay in a core's own cache.
+_PIECE = 1 << 15
 
 
 @dataclass(slots=True)
@@ -54,6 +57,32 @@ def to_float32(values: Array, dtype: str, out: NDArray[np.float32] | None = None
     return out
 
 
+def _odd_float32(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Round float64 to float32 so that a second rounding, to 16 bits, gives what rounding once would.
+
+    What is inexact becomes the neighbour whose last bit is one ("rounding to odd"; S. Boldo, G. Melquiond, *Emulation
+    of FMA and correctly rounded sums*, 2008: exact where the wider format has two bits more). A value that only the
+    nearest rounding put on the middle between two 16-bit numbers stays beside it. Too large becomes the largest value,
+    which either 16-bit type then makes infinite; too small the smallest one, which either makes zero.
+    """
+    values = np.ascontiguousarray(values)
+    out = np.empty(values.shape, np.float32)
+    before, after = values.reshape(-1), out.reshape(-1)
+    for start in range(0, before.size, _PIECE):
+        exact, wide = before[start : start + _PIECE], after[start : start + _PIECE]
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            np.copyto(wide, exact, casting="unsafe")
+            inexact = exact != wide
+            if not inexact.any():
+                continue
+            short, far = np.abs(wide) < np.abs(exact), np.abs(wide) > np.abs(exact)
+        bits = wide.view(np.uint32)
+        even = (bits & np.uint32(1)) == 0
+        bits += short & even  # away from zero; of NaN neither is true
+        bits -= far & even
+    return out
+
+
 def float32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round float32 to bfloat16 (nearest even), as ``uint16``; NaN stays NaN with its payload's top bits."""
     bits = np.ascontiguousarray(values).view(np.uint32)
@@ -83,7 +112,10 @@ def cast(values: Array, source: str, target: str, loss: CastLoss | None = None) 
     if target == "F64":
         with np.errstate(invalid="ignore"):
             return to_float32(values, source).astype(np.float64)
-    wide = to_float32(values, source)
+    if source == "F64" and target != "F32":
+        wide = _odd_float32(values)  # type: ignore[arg-type]
+    else:
+        wide = to_float32(values, source)
     if target == "F32":
         if loss is not None and source == "F64":
             _count(values, wide, loss)

@@ -45,12 +45,8 @@ def largest(values: NDArray[Any], dtype: str) -> float:
 
 
 def _fits(values: NDArray[Any], dtype: str, target: str) -> bool:
-    """Whether all values are finite and become finite ones. Narrowing from F64 passes through F32, rounding twice."""
-    top = largest(values, dtype)
-    if dtype == "F64" and target != "F32":
-        with np.errstate(over="ignore"):
-            top = float(np.float32(top))
-    return top < _limit(dtype, target)
+    """Whether all values are finite and become finite ones."""
+    return largest(values, dtype) < _limit(dtype, target)
 
 
 class Finite(Source):
@@ -112,9 +108,7 @@ def refusal(source: Source, target: str, *, tensor: str) -> ConvertError:
         values = np.ascontiguousarray(source.read(start, stop))
         if _fits(values, source.dtype, target):
             continue
-        exact = source.dtype == "F64" and target == "F32"
-        with np.errstate(over="ignore"):
-            wide = np.abs(values if exact else to_float32(values, source.dtype))
+        wide = np.abs(values if source.dtype == "F64" else to_float32(values, source.dtype))
         wide = wide.reshape((stop - start) * inner, -1)
         bad = ~(wide < limit)
         finite = np.isfinite(wide)

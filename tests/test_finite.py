@@ -59,7 +59,7 @@ def test_values_that_are_not_finite_stop_with_row_and_count_of_the_whole_tensor(
     [
         *(("F32", "F16", v) for v in (65519.996, 65520.0, 70000.0)),
         *(("BF16", "F16", v) for v in (65280.0, 65536.0)),
-        *(("F64", "F16", v) for v in (65519.99999, 65520.0)),
+        *(("F64", "F16", v) for v in (65519.99999, 65519.9999999999, 65520.0)),
         *(("F32", "BF16", v) for v in (3.396177e38, 3.3961776e38, 3.4e38)),
         *(("F64", "F32", v) for v in (3.4028235677973362e38, 3.4028235677973366e38, 1e300)),
     ],
@@ -69,6 +69,9 @@ def test_too_large_is_what_rounds_to_infinity(dtype, target, value):
     becomes = source.raw[5, 1:2] if dtype != "BF16" else None
     wide = torch.from_numpy(becomes.copy()) if becomes is not None else torch.tensor([-value], dtype=TORCH[dtype])
     overflows = bool(torch.isinf(wide.to(TORCH[target])).any())
+    if (dtype, target) == ("F64", "F16"):  # torch rounds twice: what lies a hair below the limit becomes infinite there
+        with np.errstate(over="ignore"):
+            overflows = bool(np.isinf(becomes.astype(np.float16)).any())
     checked = Finite(source, target, tensor="w")
     if not overflows:
         checked.read(0, 40)
