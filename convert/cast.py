@@ -1,9 +1,9 @@
 """Value conversion between the plain floating-point types, on numpy arrays.
 
 Everything passes through float32. Narrowing rounds to nearest even, once: float64 that becomes a 16-bit type is rounded
-to odd on its way through float32 (torch rounds it to nearest twice). A finite value that becomes infinite, and a non-zero
-value that becomes zero, are counted and left to the caller to judge. The fast routine for float32 → float16 comes from
-ggml's CPU library where it is installed (:mod:`convert.ggml`); numpy's gives the same bits.
+to odd on its way through float32 (torch rounds it to nearest twice). A finite value that becomes infinite, and one that
+becomes zero without being it, are counted and left to the caller to judge. The fast routine for float32 → float16 comes
+from ggml's CPU library where it is installed (:mod:`convert.ggml`); numpy's gives the same bits.
 """
 
 from __future__ import annotations
