@@ -199,19 +199,33 @@ class Claim:
             sync_folder(self.out.parent)
             _clear(self.folder)
         else:
-            for name in (JOURNAL_NAME, LOCK_NAME):
-                with contextlib.suppress(FileNotFoundError):
-                    (self.folder / name).unlink()
-            sync_folder(self.folder)
-            if self.out.exists():
-                self._replace_folder()
-            else:
-                os.replace(self.folder, self.out)
+            listed = self._strip()
+            try:
+                if self.out.exists():
+                    self._replace_folder()
+                else:
+                    os.replace(self.folder, self.out)
+            except BaseException:
+                if not self.done and listed is not None:
+                    with contextlib.suppress(OSError):  # with it, --resume has nothing to do but this step
+                        (self.folder / JOURNAL_NAME).write_bytes(listed)
+                raise
             self.done = True
             sync_folder(self.out.parent)
         for folder in self._made:  # their own names have to last, too
             sync_folder(folder.parent)
         self._close()
+
+    def _strip(self) -> bytes | None:
+        """Remove what is not the output's, for good; returns the journal."""
+        listed = None
+        with contextlib.suppress(OSError):
+            listed = (self.folder / JOURNAL_NAME).read_bytes()
+        for name in (JOURNAL_NAME, LOCK_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / name).unlink()
+        sync_folder(self.folder)
+        return listed
 
     def _move_files(self, announce: Callable[[Mapping[str, list[int]]], None] | None) -> None:
         """Weights come last, the piece that a loader opens last of all: who finds it finds all of them.

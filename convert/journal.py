@@ -162,28 +162,40 @@ class Journal:
                     self._error = error
                 return
 
-    def _flush(self) -> None:
-        """Data first, then the lines that speak of it."""
+    def _flush(self, *, durable: bool = True) -> None:
+        """Data first, then the lines that speak of it; not ``durable``: they may be lost to a power cut."""
         with self._lock:
             batch, self._pending, self._bytes = self._pending, [], 0
             self._since = time.monotonic()
         if not batch:
             return
-        if not self._named:  # lines in a file that has no name after a power cut are of no use
+        if durable and not self._named:  # lines in a file that has no name after a power cut are of no use
             sync_folder(self.path.parent)
             sync_folder(self.path.parent.parent)
             self._named = True
         for number in sorted(frozenset().union(*(files for _, files in batch))) if not self._settled else ():
             with writing(self.path.parent):
-                sync_data(self._fds[number])
-        self._append("".join(f"{n} {a} {b}\n" for (n, a, b), _ in batch))
+                sync_data(self._fds[number])  # should it fail, nobody knows what has become of these pieces
+        try:
+            self._append("".join(f"{n} {a} {b}\n" for (n, a, b), _ in batch), durable=durable)
+        except BaseException:
+            with self._lock:
+                self._pending[:0] = batch
+            raise
 
-    def _append(self, text: str) -> None:
+    def _append(self, text: str, *, durable: bool = True) -> None:
         data = text.encode()
         with writing(self.path):
-            while data:
-                data = data[os.write(self._fd, data) :]
-            sync_data(self._fd)
+            start = os.fstat(self._fd).st_size
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+                if durable:
+                    sync_data(self._fd)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, start)  # half a line would end what is believed
+                raise
 
     def settle(self) -> None:
         """All is written, and the caller has synced the files: nothing more is listed until the end.
@@ -211,7 +223,7 @@ class Journal:
         self._end_thread()
         if keep and self._fd >= 0:
             with contextlib.suppress(ConvertError, OSError):
-                self._flush()
+                self._flush(durable=not self._settled)  # the end of a run, which costs no sync
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -103,7 +103,8 @@ def run(
         force: Write although free space or memory look too small.
         hashes: Put the SHA-256 of every source and output file into the record, taken in the same pass.
         resume: Go on from what an earlier run of the same plan left in the partial folder, comparing it with the
-            source; and should this run be stopped, leave what is finished there.
+            source; and should this run be stopped, leave what is finished there. (What is complete and checked, and
+            only does not get its name, is left there in any case.)
         check: ``sampled`` compares sizes, headers and some blocks of the finished files with the source, ``full`` every
             byte.
         progress: Called with the number of bytes written since the last call, from any thread.
@@ -135,6 +136,7 @@ def run(
     cancel = cancel or threading.Event()
     claim = Claim(out, single=plan.single_file)
     journal = writer = crcs = None
+    complete = False
     try:
         claim.take()
         with reading(plan.source.path):
@@ -164,19 +166,21 @@ def run(
         warnings = zero_tail_notes(plan.source)
         if problems := changes(before, plan.source.pool.opened):
             raise ConvertError(problems)
+        complete = True
         with writing(out):
             if not plan.single_file:
-                journal.close(keep=resume)  # should it not get its name
+                journal.close(keep=True)  # should it not get its name
             claim.commit(journal.commit)
     except BaseException as error:
-        keep = resume and claim.held and not claim.done and _may_go_on(error)
+        complete = complete and isinstance(error, Exception)  # who interrupts it wants none of it
+        keep = claim.held and not claim.done and (complete or (resume and _may_go_on(error)))
         if crcs is not None:
             crcs.stop()
         if journal is not None:
             journal.close(keep=keep)
         if writer is not None:
             writer.stop(error)
-        raise _ended(error, claim, keep=keep) from error.__cause__
+        raise _ended(error, claim, keep=keep, complete=complete) from error.__cause__
     notes = [*warnings, *plan.notes, *plan.source.pool.notes]
     if count := losses.get("underflowed"):
         notes.append(f"{count:,} non-zero values became zero in the narrower type")
@@ -205,7 +209,7 @@ def _may_go_on(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(error, (Cancelled, OSError, MemoryError))
 
 
-def _ended(error: BaseException, claim: Claim, *, keep: bool) -> BaseException:
+def _ended(error: BaseException, claim: Claim, *, keep: bool, complete: bool) -> BaseException:
     """Clean up after ``error``, or keep what is finished; returns the error, which then says so."""
     if not keep:
         claim.abandon()
@@ -216,6 +220,11 @@ def _ended(error: BaseException, claim: Claim, *, keep: bool) -> BaseException:
     if isinstance(error, ConvertError) and error.problems[0].kind == "resume":
         return error
     said = f"What is finished is kept in {claim.folder}; the same command with --resume goes on from there."
+    if complete:
+        said = (
+            f"All of it is written and checked, and kept in {claim.folder}: when that is mended, the same command "
+            "with --resume gives it its name."
+        )
     if not isinstance(error, ConvertError):
         error.add_note(said)
         return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import convert
-from convert import output, platform
+from convert import claim, output, platform
 from convert.claim import Claim
 from convert.errors import ConvertError, UsageError
+from convert.journal import JOURNAL_NAME
 from convert.output import check_target
 from convert.run import run
 from tests.fixtures import make_hf, make_scratch
@@ -362,10 +364,54 @@ def test_what_comes_into_the_output_meanwhile_is_never_replaced(plan, tmp_path, 
         run(plan, out, overwrite=before != "nothing", resume=resume, progress=somebody)
     assert (out / "thesis.tex").read_text() == "years of work"
     assert names(out) == {"thesis.tex"} | (finished if before != "nothing" else set())
-    assert partial.exists() == resume and ("--resume goes on" in str(caught.value)) == resume
+    assert partial.exists() and "with --resume gives it its name" in str(caught.value)
     (out / "thesis.tex").rename(tmp_path / "safe.tex")
-    assert run(plan, out, overwrite=True, resume=resume).resumed > 0 or not resume
+    assert run(plan, out, overwrite=True, resume=True).resumed == sum(e.nbytes for f in plan.files for e in f.entries)
     assert names(out) == finished and not partial.exists()
+
+
+@pytest.mark.parametrize("how", ["new", "exchange", "two renames"])
+def test_what_is_complete_is_kept_when_it_cannot_get_its_name(plan, tmp_path, monkeypatch, how):
+    """Hours of work are not thrown away for a rename that fails: not asked to resume, too."""
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    if how != "new":
+        out.mkdir()
+        (out / "model.safetensors").write_bytes(b"old")
+
+    def refuse(a, b):
+        if Path(a) == partial:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(a, b)
+
+    if how == "exchange":
+        real = claim.exchange
+        monkeypatch.setattr(claim, "exchange", refuse)
+    else:
+        monkeypatch.setattr(platform, "DISABLED", {"renameat2"})
+        real = os.replace
+        monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(ConvertError, match="Permission denied") as caught:
+        run(plan, out, overwrite=True)
+    assert "All of it is written and checked" in str(caught.value) and caught.value.exit_code == 1
+    monkeypatch.undo()
+    assert names(tmp_path) == {"source", "out.partial", *(["out"] if how != "new" else [])}
+    assert how == "new" or (out / "model.safetensors").read_bytes() == b"old"
+    before = {p.name: p.stat().st_mtime_ns for p in partial.glob("*.safetensors")}
+    assert run(plan, out, overwrite=True, resume=True).resumed == sum(e.nbytes for f in plan.files for e in f.entries)
+    assert names(tmp_path) == {"source", "out"} and names(out) >= FINISHED and JOURNAL_NAME not in names(out)
+    assert before and all((out / name).exists() for name in before)
+
+
+def test_what_is_not_yet_checked_is_not_kept(plan, tmp_path, monkeypatch):
+    """The control: the same failure a step before."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(sys.modules["convert.run"], "read_beside", refuse)
+    with pytest.raises(ConvertError, match="Permission denied") as caught:
+        run(plan, tmp_path / "out")
+    assert "--resume" not in str(caught.value) and names(tmp_path) == {"source"}
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -379,8 +425,10 @@ def test_a_file_that_comes_meanwhile_is_never_replaced(made, tmp_path, split):
         assert split == (last != out)
         with pytest.raises(ConvertError, match="was put there while this ran"):
             run(plan, out, progress=lambda _: last.write_text("mine"))
-        assert names(out.parent) == {last.name} and last.read_text() == "mine"
+        assert names(out.parent) == {last.name, "out.gguf.partial"} and last.read_text() == "mine"
         out.with_name("other.txt").write_text("in nobody's way")
+        with pytest.raises(UsageError, match="exists already"):  # nor is it by going on
+            run(plan, out, resume=True)
         run(plan, out, overwrite=True, progress=lambda _: out.with_name("another.txt").write_text("nor is this"))
     assert {"other.txt", "another.txt", *(f.name for f in plan.files)} < names(out.parent)
 
@@ -389,7 +437,9 @@ def test_a_file_where_the_folder_belongs_meanwhile(plan, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ConvertError, match="was put there while this ran"):
         run(plan, out, progress=lambda _: out.write_text("mine"))
-    assert out.read_text() == "mine" and names(tmp_path) == {"out", "source"}
+    assert out.read_text() == "mine" and names(tmp_path) == {"out", "source", "out.partial"}
+    out.unlink()
+    assert run(plan, out, resume=True).resumed and names(tmp_path) == {"out", "source"}
 
 
 def test_an_output_called_like_a_partial_folder(plan, made, tmp_path):
