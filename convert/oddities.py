@@ -168,10 +168,9 @@ def _transposed(looked: Iterable[Sample]) -> Iterator[Oddity]:
         if not (np.isfinite(by_row).all() and np.isfinite(by_column).all()):
             continue
         by_row, by_column = (p - p.mean(1, keepdims=True) for p in (by_row, by_column))
+        others = zip(_medians_of_others(by_row), _medians_of_others(by_column), strict=True)
         needed = max(_TURNED, _ERRORS / len(by_row[0]) ** 0.5)
-        for number, s in enumerate(layers):
-            others = np.arange(len(layers)) != number
-            rows, columns = np.median(by_row[others], 0), np.median(by_column[others], 0)
+        for number, (s, (rows, columns)) in enumerate(zip(layers, others, strict=True)):
             straight = max(_correlation(by_row[number], rows), _correlation(by_column[number], columns))
             turned = max(_correlation(by_column[number], rows), _correlation(by_row[number], columns))
             if turned < needed or turned < straight + _LEAD:
@@ -186,6 +185,14 @@ def _transposed(looked: Iterable[Sample]) -> Iterator[Oddity]:
                 hint=f"`convert repair SRC OUT --fix transpose={s.key[0]}@{s.key[1]}` turns it.",
                 tensors=(s.name,),
             )
+
+
+def _medians_of_others(values: Floats) -> Floats:
+    """For each row the median of all the other rows, column by column; sorted once for all of them."""
+    ordered, ranks = np.sort(values, axis=0), values.argsort(0).argsort(0)
+    count = len(values) - 1
+    low, high = (np.where(ranks <= k, ordered[k + 1], ordered[k]) for k in ((count - 1) // 2, count // 2))
+    return 0.5 * (low + high)
 
 
 def _correlation(a: Floats, b: Floats) -> float:
@@ -273,17 +280,15 @@ def _law(random: Sequence[Sample]) -> str:
 def _outliers(looked: Iterable[Sample]) -> Iterator[Oddity]:
     for layers in _by_row(looked):
         sizes = np.log([max(s.rms, 1e-30) for s in layers])
+        middles = _medians_of_others(sizes[:, None])[:, 0]
         for number, s in enumerate(layers):
-            others = np.delete(sizes, number)
-            middle = float(np.median(others))
+            middle = float(middles[number])
             away = abs(float(sizes[number]) - middle)
-            spread = 1.4826 * float(np.median(np.abs(others - middle)))
+            if away < np.log(_FACTOR if len(s.shape) > 1 else _FACTOR_OF_VECTORS):
+                continue
+            spread = 1.4826 * float(np.median(np.abs(np.delete(sizes, number) - middle)))
             near = np.abs(sizes - sizes[number])
-            if (
-                away < np.log(_FACTOR if len(s.shape) > 1 else _FACTOR_OF_VECTORS)
-                or away < _DEVIATIONS * spread
-                or np.sort(near)[1] < 0.5 * away
-            ):
+            if away < _DEVIATIONS * spread or np.sort(near)[1] < 0.5 * away:
                 continue
             factor = float(np.exp(sizes[number] - middle))
             yield Oddity(

@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import convert
 from convert.checkpoint import open_checkpoint
-from convert.oddities import Oddity, odd_tensors
+from convert.oddities import Oddity, _medians_of_others, odd_tensors
 from convert.validate import validate
 from tests.fixtures.ggml import make_gguf
 from tests.fixtures.hf import make_hf
@@ -204,3 +205,13 @@ def test_json_has_the_keys_of_a_problem_and_two_more(smol):
     said = look(smol)[0].as_json()
     assert set(said) == {"kind", "message", "tensor", "file", "found", "wanted", "hint", "fault", "tensors"}
     assert said["tensors"] == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
+def test_medians_of_the_others_are_numpys(count):
+    """Also where values are equal; of all together they are others."""
+    values = np.random.default_rng(count).integers(0, 4, (count, 40)).astype(float)
+    values[:, 20:] += np.random.default_rng(1).normal(size=(count, 20))
+    one_by_one = np.array([np.median(np.delete(values, i, axis=0), axis=0) for i in range(count)])
+    assert (_medians_of_others(values) == one_by_one).all()
+    assert (np.median(values, axis=0) != one_by_one).any()
