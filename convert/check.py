@@ -108,7 +108,9 @@ class Check:
             for what in file["compared"]:
                 counts[what] = counts.get(what, 0) + 1
         words = {"size": "sizes", "header": "headers", "head": "first MiBs", "sha256": "full hashes"}
-        return f"{len(self.files)} files; " + ", ".join(f"{counts[k]} {w}" for k, w in words.items() if k in counts)
+        ones = {"size": "size", "header": "header", "head": "first MiB", "sha256": "full hash"}
+        said = [f"{counts[k]} {words[k] if counts[k] != 1 else ones[k]}" for k in words if k in counts]
+        return f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}; {', '.join(said)}"
 
 
 def check(

@@ -87,6 +87,8 @@ def fold_problems(problems: Sequence[Problem]) -> list[Problem]:
 def error_lines(problems: Sequence[Problem], *, source: str | None = None, most: int = 30) -> list[str]:
     """What the command line prints of an error: ``error: …`` and its hint, findings that say the same once.
 
+    A hint that several findings in a row share stands once, below the last of them.
+
     Args:
         problems: The findings.
         source: What was being read. Said, like a finding's own file, where no message names a file; once, for the
@@ -96,12 +98,13 @@ def error_lines(problems: Sequence[Problem], *, source: str | None = None, most:
     folded = fold_problems(problems)
     out: list[str] = []
     told: str | None = None
-    for problem in folded[:most]:
+    shown = folded[:most]
+    for problem, following in zip(shown, [*shown[1:], None], strict=True):
         where = problem.file or source
         lead = "" if where is None or where == told or _names(problem.message, where) else f"{where}: "
         told = where
         out.append(printable(f"error: {lead}{_cut(problem.message)}"))
-        if problem.hint:
+        if problem.hint and (following is None or following.hint != problem.hint):
             out.append(printable(f"       {_cut(problem.hint)}"))
     if len(folded) > most:
         out.append(f"… and {len(folded) - most} more.")

@@ -52,7 +52,7 @@ def split_model_parallel(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]
     """
     ranks = plan.request.model_parallel
     axes: dict[str, int | None] = {}
-    problems = []
+    shared: list[tuple[Slot, int]] = []
     for slot, _ in chosen:
         row = plan.table.rows[slot.keys[0][0]]
         axis = None if row.parallel is None else int(dims.value(row.parallel, slot.keys[0][1]))
@@ -64,18 +64,21 @@ def split_model_parallel(plan: ConversionPlan, chosen: list[tuple[Slot, Source]]
             units = int(dims.value(row.rope))
         elif row.shape[axis].text in ("K*hd", "H*hd"):
             units = int(dims[row.shape[axis].text[0]])
-        if units % ranks:
-            problems.append(
-                Problem(
-                    "model_parallel",
-                    f"{slot.name!r} has {units} {'heads' if units != slot.shape[axis] else 'rows'} on its parallel "
-                    f"axis, which {ranks} files cannot share evenly.",
-                    tensor=slot.name,
-                    found=units,
-                    wanted=f"a multiple of {ranks}",
-                    hint="Choose a --model-parallel that divides the key/value heads.",
-                )
-            )
+        shared.append((slot, units))
+    fits = ", ".join(str(n) for n in range(1, 65) if all(units % n == 0 for _, units in shared))
+    problems = [
+        Problem(
+            "model_parallel",
+            f"{slot.name!r} has {units} {'heads' if units != slot.shape[axes[slot.name] or 0] else 'rows'} on its "
+            f"parallel axis, which {ranks} files cannot share evenly.",
+            tensor=slot.name,
+            found=units,
+            wanted=f"a multiple of {ranks}",
+            hint=f"--model-parallel has to divide all of them: {fits}.",
+        )
+        for slot, units in shared
+        if units % ranks
+    ]
     if problems:
         raise ConvertError(fold_problems(problems))
     for rank in range(ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def test_an_untouched_output(out, source, name):
     again = convert.check(place, source=source)
     assert again.ok and again.source["recorded"] is True and again.source["tensors"] >= 21
     assert again.source["bytes"] > 70_000
+    said = "\n".join(found.lines())  # one is said of one
+    assert f"): {(n := len(found.files))} file{'s' if n > 1 else ''}; {n} size{'s' if n > 1 else ''}, " in said
+    assert not re.search(r"\b1 (files|sizes|headers|first MiBs|full hashes)", said)
 
 
 def test_one_flipped_byte_in_any_file(out, source):

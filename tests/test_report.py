@@ -103,3 +103,10 @@ def test_an_error_names_its_file_once_and_obeys_nothing():
     assert speakable("a\x1b[2J\n\u200d\x9b") == "a\\x1b[2J\n\u200d\\x9b"
     assert error_lines(found[2:3]) == ["error: the config says 5."]
     assert error_lines([Problem("x", f"{i}.") for i in range(40)])[-1] == "… and 10 more."
+
+
+def test_a_hint_that_findings_in_a_row_share_stands_once():
+    one, two = (Problem("x", f"{i}.", hint="Divide.") for i in (1, 2))
+    other = Problem("x", "3.", hint="Add.")
+    assert error_lines([one, two, other]) == ["error: 1.", "error: 2.", "       Divide.", "error: 3.", "       Add."]
+    assert error_lines([one, other, two])[1::2] == ["       Divide.", "       Add.", "       Divide."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -87,6 +88,13 @@ def test_heads_that_cannot_be_shared_evenly(tmp_path, shape, ranks, units):
     assert keys.found == units and keys.wanted == f"a multiple of {ranks}"
     assert f"has {units} heads on its parallel axis, which {ranks} files cannot share" in keys.message
     assert keys.tensor == "layers.{0-1}.attention.wk.weight"
+    (hint,) = {p.hint for p in problems}  # numbers that do fit, and no other up to the one that was asked for
+    fits = [int(n) for n in hint.removesuffix(".").rpartition(": ")[2].split(", ")]
+    for number in range(1, ranks + 1):
+        with contextlib.ExitStack() as stack:
+            if number not in fits:
+                stack.enter_context(pytest.raises(ConvertError, match="cannot share"))
+            convert.plan_conversion(made.path, "meta", model_parallel=number)
 
 
 def test_rows_that_cannot_be_shared_evenly(tmp_path):
