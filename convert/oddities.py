@@ -21,7 +21,7 @@ from convert.layout import Key
 from convert.samples import Floats, Sample, samples
 from convert.scan import scan_checkpoint
 from convert.tying import same_values
-from convert.vocabulary_rows import dead_rows
+from convert.vocabulary_rows import Marks, dead_rows
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -77,8 +77,9 @@ def odd_tensors(
         ``norm_convention``, ``fresh``, ``outlier``, ``head_equal``, ``head_differs``, ``dead_rows``.
     """
     found: list[Oddity] = []
+    marks = Marks(ckpt)
     if not scanned:
-        problems, _ = scan_checkpoint(ckpt, threads=threads, progress=progress)
+        problems, _ = scan_checkpoint(ckpt, threads=threads, progress=progress, seen=marks.add)
         found += [_fault(p) for p in problems]
     bad = {p.tensor for p in found}
     looked = [s for s in samples(ckpt, threads=threads) if s.name not in bad and np.isfinite(s.rms)]
@@ -90,7 +91,7 @@ def odd_tensors(
     found += _fresh([s for s in looked if len(s.shape) == 2], looked)
     found += _outliers(looked)
     found += _head(ckpt)
-    found += [Oddity(**p, fault=False) for p in dead_rows(ckpt, threads=threads)]
+    found += [Oddity(**p, fault=False) for p in dead_rows(ckpt, threads=threads, marks=marks)]
     return sorted(found, key=lambda oddity: not oddity.fault)
 
 

@@ -22,6 +22,8 @@ from convert.source import FilePool, Source, open_source
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
 
+Seen = Callable[[TensorSpec, int, NDArray[Any]], None]
+
 BLOCK_BYTES = 4 << 20
 #: Per type: the unsigned integer of its size, the mask that drops the sign, and the pattern of infinity; all above it
 #: are NaN (IEEE 754; bfloat16 is the upper half of float32).
@@ -90,6 +92,7 @@ def scan(
     may_be_zero: frozenset[str] = frozenset(),
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
+    seen: Seen | None = None,
 ) -> tuple[list[Problem], list[str]]:
     """Read all values of the tensors.
 
@@ -99,6 +102,7 @@ def scan(
         may_be_zero: Tensors in which zeros throughout are only worth a note (biases).
         threads: Blocks read at once.
         progress: Called with the bytes read since the last call, from any thread.
+        seen: Called with every block that was read, from any thread: the tensor, the block's first row, its values.
 
     Returns:
         A problem of kind ``nan``, ``inf`` or ``zeros`` per tensor that has them, and the names of the tensors of zeros
@@ -107,7 +111,7 @@ def scan(
     found: dict[int, Counts] = {}
     named: list[TensorSpec] = []
 
-    def blocks() -> Iterator[tuple[int, Source, int, int]]:
+    def pieces() -> Iterator[tuple[int, Source, int, int]]:
         for spec in specs:
             known = spec.type.is_float or spec.type.is_quantized or spec.scale is not None
             if not known or 0 in spec.shape:
@@ -120,10 +124,13 @@ def scan(
             for start in range(0, rows, step):
                 yield len(named) - 1, source, start, min(start + step, rows)
 
-    def work(block: tuple[int, Source, int, int]) -> tuple[int, Counts | ConvertError]:
-        number, source, start, stop = block
+    def work(piece: tuple[int, Source, int, int]) -> tuple[int, Counts | ConvertError]:
+        number, source, start, stop = piece
         try:
-            result: Counts | ConvertError = count(source.read(start, stop), source.dtype, start)
+            block = source.read(start, stop)
+            result: Counts | ConvertError = count(block, source.dtype, start)
+            if seen is not None:
+                seen(named[number], start, block)
         except ConvertError as error:
             result = error
         if progress is not None:
@@ -132,7 +139,7 @@ def scan(
 
     broken: dict[str, Problem] = {}
     with ThreadPoolExecutor(threads) as workers:
-        for number, result in workers.map(work, blocks()):
+        for number, result in workers.map(work, pieces()):
             if isinstance(result, Counts):
                 found.setdefault(number, Counts()).add(result)
             else:
@@ -149,7 +156,11 @@ def scan(
 
 
 def scan_checkpoint(
-    ckpt: Checkpoint, *, threads: int = 2, progress: Callable[[int], None] | None = None
+    ckpt: Checkpoint,
+    *,
+    threads: int = 2,
+    progress: Callable[[int], None] | None = None,
+    seen: Seen | None = None,
 ) -> tuple[list[Problem], list[str]]:
     """:func:`scan` of all weights of a checkpoint: biases may be zeros, and norms that are stored less one."""
     matched = ckpt.match
@@ -160,7 +171,7 @@ def scan_checkpoint(
         if len(slot.shape) == 1 and (row.role != "norm" or ckpt.norm == "zero_centered"):
             spared.add(slot.name)
     specs = [s for name, parts in ckpt.tensors.items() if name not in dropped for s in parts]
-    return scan(specs, ckpt.pool, may_be_zero=frozenset(spared), threads=threads, progress=progress)
+    return scan(specs, ckpt.pool, may_be_zero=frozenset(spared), threads=threads, progress=progress, seen=seen)
 
 
 def _judge(spec: TensorSpec, counts: Counts) -> Iterator[Problem]:

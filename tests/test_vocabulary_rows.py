@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convert.checkpoint import open_checkpoint
-from convert.vocabulary_rows import dead_rows, equal_rows, ranges
+from convert.scan import scan_checkpoint
+from convert.source import FilePool
+from convert.vocabulary_rows import Marks, dead_rows, equal_rows, ranges
 from tests.fixtures.hf import make_hf
 
 
@@ -55,3 +57,30 @@ def test_what_is_said(tmp_path):
 
 def test_ranges():
     assert ranges(np.array([5])) == "5" and ranges(np.array([1, 2, 3, 9])) == "1-3, 9"
+
+
+def test_rows_are_marked_while_all_is_read_and_not_read_again(tmp_path, monkeypatch):
+    """The scan's blocks give the same sets; the control, a block that is missing, has the matrix read again."""
+    made = make_hf(tmp_path / "m", "std")
+    file = made.path / "model.safetensors"
+    state = load_file(file)
+    state["model.embed_tokens.weight"][[3, 40, 41, 90]] = 0
+    save_file(state, file, metadata={"format": "pt"})
+    monkeypatch.setattr("convert.scan.BLOCK_BYTES", 4096)  # several blocks
+    with open_checkpoint(made.path) as checkpoint:
+        plain = list(dead_rows(checkpoint))
+        marks, blocks = Marks(checkpoint), []
+        scan_checkpoint(checkpoint, seen=lambda *block: (blocks.append(block), marks.add(*block)))
+        read: list[int] = []
+        read_into = FilePool.read_into
+        monkeypatch.setattr(FilePool, "read_into", lambda s, p, b, at: (read.append(len(b)), read_into(s, p, b, at)))
+        assert list(dead_rows(checkpoint, marks=marks)) == plain and "4 of 96 rows" in plain[0]["message"]
+        few = sum(read)
+        table = state["model.embed_tokens.weight"].nbytes
+        assert few < table / 4
+
+        partial, left = Marks(checkpoint), [b for b in blocks if b[0].name == "model.embed_tokens.weight"][1:]
+        assert left
+        for block in left:
+            partial.add(*block)
+        assert list(dead_rows(checkpoint, marks=partial)) == plain and sum(read) - few > table
