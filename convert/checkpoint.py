@@ -17,11 +17,12 @@ from convert import config as configs
 from convert.choices import require_choice, require_positive
 from convert.detect import candidates, detect, refuse_special, stated_family
 from convert.errors import ConvertError, FormatError, Problem, UsageError
-from convert.float8 import attach_scales
+from convert.float8_scales import attach_scales
 from convert.formats.readers import read_container
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import record_of
 from convert.hub.place import Place, named, place
+from convert.index_size import total_size_notes
 from convert.layout import Dims
 from convert.locate import RECORD_NAME, Found, audit_index, locate
 from convert.names import load_names, names_table
@@ -236,6 +237,7 @@ def _open(at: Place, chosen: Options) -> Checkpoint:
         for container in containers:
             wrapped = _unwrap(container, chosen.key, notes) or wrapped
     problems = audit_index(found, {c.files[0]: c.tensors for c in containers}) if found.weight_map else []
+    notes += total_size_notes(found, containers)
     tensors = _gather(containers)
     if not tensors:
         raise ConvertError(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from convert.errors import ConvertError, Problem, UsageError
@@ -137,6 +138,39 @@ def unfinished(folder: Path) -> str:
     if folder.parent.name == "snapshots" and _is_repo(folder.parent.parent):
         found.append(downloads(folder.parent.parent / "blobs"))
     return "; ".join(f for f in found if f)
+
+
+def audit_downloads(files: Sequence[Path], *, folder: Path | None) -> list[str]:
+    """What unfinished downloads beside weights that look whole say of them, as notes.
+
+    Args:
+        files: The weights.
+        folder: Where all of what lies beside them is theirs, too; None where files were named.
+
+    Raises:
+        ConvertError: aria2 is not done with one of them. It makes a file in its full size and fills it in several
+            places at once, so neither size nor end tells of the holes; it deletes its control file when it is done.
+    """
+    holes = [p for p in files if p.with_name(f"{p.name}.aria2").is_file()]
+    if holes:
+        raise ConvertError(
+            [
+                Problem(
+                    "truncated",
+                    f"{p.name} is not downloaded to its end: aria2's {p.name}.aria2 lies beside it.",
+                    file=str(p),
+                    found=f"{p.name}.aria2",
+                    wanted="a finished download",
+                    hint="Let the download finish (aria2c -c); if it has, delete the .aria2 file.",
+                )
+                for p in holes
+            ]
+        )
+    names = [p.name for p in folder.iterdir() if p.is_file()] if folder else []
+    odd = [n for n in names if n.lower().endswith(UNFINISHED)]
+    odd += [f"{p.name}{end}" for p in files if not folder for end in UNFINISHED if p.with_name(p.name + end).is_file()]
+    few = f"{', '.join(sorted(odd)[:4])}{' …' if len(odd) > 4 else ''}"
+    return [f"unfinished downloads lie beside the weights and were left alone: {few}"] if odd else []
 
 
 def dangling(folder: Path) -> list[Path]:

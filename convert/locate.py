@@ -18,6 +18,7 @@ from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
 from convert.links import refuse_links, refuse_side_links, refuse_weight_links
 from convert.numbered_files import number_of, numbered_files, row_of
+from convert.report import human_bytes
 from convert.trainers import refuse_folder
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -94,7 +95,7 @@ def locate(src: Path, *, follow_links: bool = False) -> Found:
     if not follow_links:
         refuse_links((p for p in found.files if p != src), found.folder)
     _audit_links(found)
-    found.notes = said + found.notes
+    found.notes = said + found.notes + hub_cache.audit_downloads(found.files, folder=src if src.is_dir() else None)
     if found.config is None:
         names = (_HPARAMS, *CONFIG_NAMES) if found.format == "tensorflow" else CONFIG_NAMES
         found.config = next((found.folder / n for n in names if (found.folder / n).is_file()), None)
@@ -331,7 +332,7 @@ def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:
         size = sum(p.stat().st_size for p in files)
         newest = max((p.stat().st_mtime for p in files), default=0)
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest))
-        lines.append(f"{key} ({len(files)} files, {size / 1e9:.2f} GB, {date})")
+        lines.append(f"{key} ({len(files)} file{'s' if len(files) != 1 else ''}, {human_bytes(size)}, {date})")
     return Problem(
         "two_sets",
         f"{folder} holds {len(sets)} candidate sets of weights: {'; '.join(lines)}.",
@@ -352,7 +353,9 @@ def _nothing(folder: Path) -> ConvertError:
         )
     more = hub_cache.unfinished(folder)
     if more:
-        return UsageError(f"no weights in {folder}, but {more}.", hint="Let the download finish, or start it again.")
+        what = f"no weights in {folder}, but {more}."
+        hint = "Let the download finish, or start it again."
+        return ConvertError(Problem("missing_file", what, file=str(folder), found=more, wanted="weights", hint=hint))
     return UsageError(
         f"no weights in {folder}: it holds {', '.join(there[:10]) or 'nothing'}{' …' if len(there) > 10 else ''}.",
         hint=f"Looked for {', '.join(SUFFIXES)} files and for {INDEX_NAMES[0]}.",

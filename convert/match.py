@@ -252,9 +252,8 @@ def _source(out: Match, slot: Slot, specs: list[TensorSpec], dims: Dims) -> Sour
         return None
     if out.checkpoint.layout != "meta":
         files = ", ".join(s.file.name for s in specs)
-        out.problems.append(
-            Problem("duplicate", f"{slot.name!r} is stored in several files: {files}.", tensor=slot.name, found=files)
-        )
+        what, hint = f"{slot.name!r} is stored in several files: {files}.", "Fetch or save the checkpoint again."
+        out.problems.append(Problem("duplicate", what, tensor=slot.name, found=files, wanted="one of them", hint=hint))
         return None
     if len(specs) != len(out.checkpoint.files):
         out.problems.append(

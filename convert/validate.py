@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convert import config as configs
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.dtypes import dtype
 from convert.errors import ConvertError, Problem, UsageError
 from convert.hub.place import Place, place
-from convert.locate import INDEX_NAMES, SUFFIXES
+from convert.locate import SUFFIXES
 from convert.report import fold_names, fold_problems
 from convert.zero_tails import zero_tails
 
@@ -192,7 +191,7 @@ def _validate(
     out.notes += matched.notes
     _tokenizer(checkpoint, out, scan)
     out.notes += [f"{len(matched.ignored)} tensors are no weights and are not used"] if matched.ignored else []
-    out.notes += [*_total_size(checkpoint), *_stated_dtype(checkpoint)]
+    out.notes += _stated_dtype(checkpoint)
     if not matched.problems:
         out.notes += _stated_tie(checkpoint)
     if scan:
@@ -282,24 +281,6 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     return sorted(p for p in path.iterdir() if p.is_file() and p.suffix in SUFFIXES and not p.name.startswith("."))
-
-
-def _total_size(checkpoint: Checkpoint) -> list[str]:
-    """An index's total_size is used by nobody, so a wrong one is no fault; it hints at an edited folder."""
-    for name in INDEX_NAMES:
-        path = checkpoint.folder / name
-        if not path.is_file():
-            continue
-        raw = configs.read_json(path)
-        named = raw.get("weight_map") if isinstance(raw, dict) else None
-        if not isinstance(named, dict) or {p.name for p in checkpoint.files} != set(map(str, named.values())):
-            continue  # of other files
-        metadata = raw.get("metadata")
-        stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-        real = sum(s.nbytes for parts in checkpoint.tensors.values() for s in parts)
-        if stated is not None and stated != real:
-            return [f"{name} says total_size = {stated}, the tensors have {real} bytes; nothing reads that number"]
-    return []
 
 
 def _stated_dtype(checkpoint: Checkpoint) -> list[str]:

@@ -9,11 +9,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import convert
 from convert.errors import ConvertError, UsageError
 from convert.locate import locate
 from tests.fixtures import make_hf
+from tests.fixtures.float8 import make_float8
 
 REVISION, OTHER = "a" * 40, "b" * 40
 
@@ -174,8 +176,26 @@ def test_an_unfinished_download(tmp_path, end):
         locate(folder)
     lone = make_hf(tmp_path / "n", "gqa8").path
     (lone / "model.safetensors").rename(lone / f"model.safetensors{end}")
-    with pytest.raises(UsageError, match=r"no weights in .*, but unfinished downloads"):
+    with pytest.raises(ConvertError, match=r"no weights in .*, but unfinished downloads") as caught:
         locate(lone)
+    assert caught.value.exit_code == 1  # the files are not what they should be; the command was used rightly
+
+
+@pytest.mark.parametrize("end", [".incomplete", ".part", ".aria2"])
+def test_an_unfinished_download_beside_a_whole_file_is_said(tmp_path, end):
+    folder = make_hf(tmp_path / "m", "gqa8").path
+    weights = folder / "model.safetensors"
+    assert not any("unfinished" in n for n in locate(folder).notes + locate(weights).notes)  # the control
+    (folder / f"other{end}").write_bytes(b"x")
+    assert any(f"other{end}" in n for n in locate(folder).notes)
+    assert not any(f"other{end}" in n for n in locate(weights).notes)  # a folder of many downloads is not its business
+    (folder / f"{weights.name}{end}").write_bytes(b"x")
+    for src in (folder, weights):
+        if end == ".aria2":  # by size the file is whole, but it may have holes
+            with pytest.raises(ConvertError, match=r"not downloaded to its end: aria2's model\.safetensors\.aria2"):
+                locate(src)
+        else:
+            assert any(f"{weights.name}{end}" in n for n in locate(src).notes)
 
 
 def test_a_download_into_a_folder_that_was_not_finished(tmp_path):
@@ -209,8 +229,6 @@ def test_stray_shards_of_another_save(tmp_path):
 
 
 def test_a_tensor_in_two_shards(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     folder = make_hf(tmp_path / "m", "gqa8", sharded=2).path
     first, second = sorted(folder.glob("*.safetensors"))
     state = load_file(second)
@@ -235,6 +253,21 @@ def test_a_wrong_total_size_is_said(tmp_path):
     for size, said in ((raw["metadata"]["total_size"] - 1, False), (7, True)):
         (alone / index.name).write_text(json.dumps(raw | {"metadata": {"total_size": size}}))
         found = convert.validate(alone)
+        assert found.ok and any("total_size" in n for n in found.notes) == said
+    done = convert.convert_checkpoint(folder, tmp_path / "out", to="scratch")
+    assert sum("total_size" in n for n in done.notes) == 1  # not only validate says it
+
+
+def test_scales_of_fp8_count_in_total_size(tmp_path):
+    folder = tmp_path / "m"
+    make_float8(folder, "block", config={"quant_method": "fp8", "weight_block_size": [16, 32]})
+    state = load_file(folder / "model.safetensors")
+    size = sum(t.nbytes for t in state.values())
+    scales = sum(t.nbytes for name, t in state.items() if name.endswith("_scale_inv"))
+    for stated, said in ((size, False), (size - scales, True)):
+        index = {"metadata": {"total_size": stated}, "weight_map": dict.fromkeys(state, "model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        found = convert.validate(folder)
         assert found.ok and any("total_size" in n for n in found.notes) == said
 
 
