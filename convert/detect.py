@@ -133,18 +133,36 @@ def detect(
             return tables[0], "gguf"
         if layout and (table or family):
             return tables[0], layout
-        sample = ", ".join(repr(n) for n in fold_names(sorted(names))[:6])
-        raise ConvertError(
-            Problem(
-                "unknown_names",
-                f"no table knows these tensor names: {sample}{' …' if len(names) > 6 else ''}.",
-                found=len(names),
-                wanted=[f"{t.family}: {', '.join(t.layouts)}" for t in tables],
-                hint="For your own module names write a names file (`convert tables init --family "
-                f"{tables[0].family}`) and give it with --names.",
-            )
-        )
+        raise _unknown_names(names, tables, layout=layout)
     return ranked[0][3], ranked[0][4]
+
+
+def _unknown_names(names: Collection[str], tables: Collection[MappingTable], *, layout: str | None) -> ConvertError:
+    """Names that none of ``tables`` knows; those of another family or layout than was said are called by its name."""
+    sample = ", ".join(repr(n) for n in fold_names(sorted(names))[:6])
+    asked = list(dict.fromkeys(t.family for t in tables))
+    who = "no table knows" if len(asked) > 1 else f"the {asked[0]} table does not know"
+    where = f" in the {layout} layout" if layout else ""
+    every = [(t, x) for f in families() for t in [load_table(f)] for x in t.layouts]
+    near, found = max(every, key=lambda e: (score(e[0], e[1], names), explained(e[0], e[1], names), -len(e[0].rows)))
+    if score(near, found, names) >= _THRESHOLD:
+        hint = f"They are names of {near.family} in the {found} layout; see what the config, --family and --layout say."
+    else:
+        own = asked[0] if len(asked) == 1 else "NAME"
+        listed = "" if len(asked) == 1 else "; `convert families` has the NAMEs"
+        hint = (
+            f"For your own module names write a names file (`convert tables init --family {own}`{listed}) and give it "
+            "with --names."
+        )
+    return ConvertError(
+        Problem(
+            "unknown_names",
+            f"{who} these tensor names{where}: {sample}{' …' if len(names) > 6 else ''}.",
+            found=len(names),
+            wanted=[f"{t.family}: {', '.join(t.layouts)}" for t in tables],
+            hint=hint,
+        )
+    )
 
 
 def stated_family(config: Mapping[str, Any] | None) -> str | None:

@@ -400,7 +400,7 @@ def test_names_that_a_record_of_other_files_may_hold(tmp_path):
     folder.mkdir()
     save_file(state, folder / "model.safetensors")
     shutil.copy(made.path / "scratch_config.json", folder)
-    with pytest.raises(ConvertError, match="no table knows") as plain:
+    with pytest.raises(ConvertError, match="table does not know") as plain:
         open_checkpoint(folder)
     assert "passed over" not in str(plain.value)
     files = [{"name": "model.safetensors", "bytes": 3}]

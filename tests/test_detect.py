@@ -71,7 +71,20 @@ def test_an_unknown_model_type_stops_although_names_fit(kind):
 def test_unknown_names_point_to_a_names_file():
     with pytest.raises(ConvertError, match=r"'layer\.\{0-3\}\.w'") as error:
         detect([f"layer.{i}.w" for i in range(4)], None, format="torch")
-    assert "--names" in str(error.value)
+    (problem,) = error.value.problems
+    assert "--names" in str(problem.hint) and "--family NAME`; `convert families`" in str(problem.hint)
+    with pytest.raises(ConvertError, match=r"the llama table does not know .*'layer\.\{0-3\}\.w'") as error:
+        detect([f"layer.{i}.w" for i in range(4)], None, format="torch", family="llama")
+    assert "init --family llama`)" in str(error.value)
+
+
+@pytest.mark.parametrize("said", [{"family": "gpt2"}, {"layout": "meta"}, {"config": {"model_type": "gpt2"}}])
+def test_names_of_another_family_or_layout_than_was_said_are_called_so(said):
+    with pytest.raises(ConvertError, match=r"table does not know|no table knows") as error:
+        detect(names("hf"), said.pop("config", None), format="safetensors", **said)
+    hint = str(error.value.problems[0].hint)
+    assert "names of llama in the hf layout" in hint and "names file" not in hint
+    assert detect(names("hf"), None, format="safetensors")[1] == "hf"  # the control
 
 
 @pytest.mark.parametrize("name", ready_made())
