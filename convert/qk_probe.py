@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from convert.errors import ConvertError, Problem
 from convert.match import as_reference
 from convert.row_evidence import BROKEN as BROKEN
 from convert.row_evidence import NAMED as NAMED
-from convert.row_evidence import Evidence, Fit, Floats, Scenario, evidence, fit, is_plain, weigh
+from convert.row_evidence import Evidence, Fits, Floats, Scenario, evidence, fit, is_plain, weigh
 from convert.row_evidence import student as student
 from convert.row_orders import Order, fault
 from convert.source import Source
@@ -204,15 +205,16 @@ def probe(ckpt: Checkpoint, *, max_bytes: int | None = None, threads: int = 2) -
     """
     tensors = list(_rotary(ckpt))
     chosen, sampled = _choose(tensors, max_bytes)
-    heads: list[Fit] = []
-    nbytes = 0
     with ThreadPoolExecutor(max(1, threads)) as workers:
-        for rows, read in zip([r for r, _, _ in chosen], workers.map(_norms, chosen), strict=True):
-            if read is None:
-                continue
-            norms, count = read
-            nbytes += count
-            heads += fit(rows.name, rows.layer, norms, rows.blocks)
+        done = zip(chosen, workers.map(_norms, chosen), strict=True)
+        read = [(run[0], *found) for run, found in done if found is not None]
+    heads: list[Fits] = []
+    for (name, blocks, _), same in groupby(read, lambda r: (r[0].name, r[0].blocks, r[1].shape[1])):
+        runs = list(same)
+        layers = [rows.layer for rows, logs, _ in runs for _ in logs]
+        fits = fit(name, layers, np.concatenate([logs for _, logs, _ in runs]), blocks)
+        heads += [fits] if fits else []
+    nbytes = sum(count for _, _, count in read)
     q, k = ([f for f in heads if f.name == name] for name in ("q", "k"))
     told = weigh([*q, *k], ckpt.pairing)
     return Probe(ckpt.pairing, evidence(q), evidence(k), evidence(heads), tuple(told), nbytes, sampled)

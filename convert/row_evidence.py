@@ -29,13 +29,13 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """One head.
+class Fits:
+    """Some heads of Q, or some of K; arrays with one number for each head.
 
     Attributes:
         name: ``q`` or ``k``.
-        layer: Its layer.
-        fits: How well each order explains the norms of its rows: their correlation between rows that turn at near
+        layers: Their layers.
+        fits: How well each order explains the norms of a head's rows: their correlation between rows that turn at near
             frequencies in that order, of their logarithms; 0 or a little less by chance, 1 at best.
         half: Mean |log(norm_a / norm_b)| of the two rows of a pair if pairs are (i, i + d/2).
         interleaved: The same if they are (2i, 2i + 1).
@@ -43,41 +43,46 @@ class Fit:
     """
 
     name: str
-    layer: int | None
-    fits: Mapping[Order, float]
-    half: float
-    interleaved: float
-    random: float
+    layers: tuple[int | None, ...]
+    fits: Mapping[Order, Floats]
+    half: Floats
+    interleaved: Floats
+    random: Floats
 
 
-def fit(name: str, layer: int | None, logs: Floats, blocks: tuple[int, ...] = ()) -> list[Fit]:
+def fit(name: str, layers: Sequence[int | None], logs: Floats, blocks: tuple[int, ...] = ()) -> Fits | None:
     """How well each order explains the norms of the rows of some heads.
 
     Args:
         name: ``q`` or ``k``.
-        layer: The layer.
+        layers: The layer of each head.
         logs: Logarithms of the norms of the rows that turn, ``[heads, rows]``.
         blocks: Rows per head if the tensor had one of the other head counts.
 
     Returns:
-        One for each head; heads whose rows tell nothing are left out (too few, not finite, zeros, all the same).
+        Without the heads whose rows tell nothing (too few, not finite, zeros, all the same); None if no other is there.
     """
     width = logs.shape[1]
     if width < _NARROWEST or width % 2:
-        return []
-    logs = logs[np.isfinite(logs).all(1)]
+        return None
+    told = np.flatnonzero(np.isfinite(logs).all(1))
+    logs = logs[told]
     weights = 2 * np.arange(width) - (width - 1)
     random = 2 * (np.sort(logs, axis=1) @ weights) / (width * (width - 1))  # mean over all pairs, from the ranks
-    logs, random = logs[random > _ROUNDING], random[random > _ROUNDING]
+    differ = random > _ROUNDING
+    told, logs, random = told[differ], logs[differ], random[differ]
+    if not told.size:
+        return None
     centred = logs - logs.mean(1, keepdims=True)
     variance = (centred**2).mean(1)
-    fits = {o: ((centred @ near) * centred).sum(1) / variance for o, near in nearness(width, blocks).items()}
-    half = np.abs(logs[:, : width // 2] - logs[:, width // 2 :]).mean(1)
-    interleaved = np.abs(logs[:, ::2] - logs[:, 1::2]).mean(1)
-    return [
-        Fit(name, layer, {o: float(f[n]) for o, f in fits.items()}, float(half[n]), float(interleaved[n]), float(r))
-        for n, r in enumerate(random)
-    ]
+    return Fits(
+        name,
+        tuple(layers[n] for n in told),
+        {o: ((centred @ near) * centred).sum(1) / variance for o, near in nearness(width, blocks).items()},
+        np.abs(logs[:, : width // 2] - logs[:, width // 2 :]).mean(1),
+        np.abs(logs[:, ::2] - logs[:, 1::2]).mean(1),
+        random,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +119,21 @@ class Evidence:
         return f"h/r {self.half / self.random:.2f}, i/r {self.interleaved / self.random:.2f}"
 
 
-def evidence(heads: Sequence[Fit]) -> Evidence | None:
+def evidence(heads: Sequence[Fits]) -> Evidence | None:
     """The mean over heads; None without any."""
     if not heads:
         return None
-    shared = _shared(heads)
-    h, i, r = (float(np.mean([getattr(f, part) for f in heads])) for part in ("half", "interleaved", "random"))
-    return Evidence({o: float(np.mean([f.fits[o] for f in heads])) for o in shared}, h, i, r, len(heads))
+    h, i, r = (np.concatenate([getattr(f, part) for f in heads]) for part in ("half", "interleaved", "random"))
+    means = {o: float(_column(heads, o).mean()) for o in _shared(heads)}
+    return Evidence(means, float(h.mean()), float(i.mean()), float(r.mean()), len(r))
 
 
-def _shared(heads: Sequence[Fit]) -> list[Order]:
+def _shared(heads: Sequence[Fits]) -> list[Order]:
     return [order for order in heads[0].fits if all(order in f.fits for f in heads)] if heads else []
+
+
+def _column(heads: Sequence[Fits], order: Order) -> Floats:
+    return np.concatenate([f.fits[order] for f in heads]) if heads else np.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,7 @@ class Scenario:
         return {name: order for name, order in (("q", self.q), ("k", self.k)) if order != Order(expected)}
 
 
-def weigh(heads: Sequence[Fit], expected: str) -> list[Scenario]:
+def weigh(heads: Sequence[Fits], expected: str) -> list[Scenario]:
     """All scenarios, the best first: both in one order, or one of them in another than the expected one."""
     q, k = ([f for f in heads if f.name == name] for name in ("q", "k"))
     if not heads:
@@ -161,33 +170,31 @@ def weigh(heads: Sequence[Fit], expected: str) -> list[Scenario]:
         pairs += [(right, o) for o in of_k if o != right] + [(o, right) for o in of_q if o != right]
     elif k:
         pairs = [(o, o) for o in of_k]
-    tables = {pair: _column(q, pair[0]) | _column(k, pair[1], len(q)) for pair in pairs}
-    means = {pair: float(np.mean(list(column.values()))) for pair, column in tables.items()}
+    columns_q, columns_k = ({o: _column(side, o) for o in of_side} for side, of_side in ((q, of_q), (k, of_k)))
+    tables = {pair: np.concatenate([columns_q[pair[0]], columns_k[pair[1]]]) for pair in pairs}
+    means = {pair: float(column.mean()) for pair, column in tables.items()}
     best = max(pairs, key=lambda pair: means[pair])
-    layers = {n: f.layer for n, f in enumerate([*q, *k])}
+    layers = [layer for f in (*q, *k) for layer in f.layers]
+    numbers = {layer: n for n, layer in enumerate(dict.fromkeys(layers))}
+    numbered = np.array([numbers[layer] for layer in layers])
+    is_q = np.arange(len(layers)) < sum(len(f.layers) for f in q)
     found = [Scenario(*best, means[best])]
     for pair in pairs:
         if pair == best:
             continue
-        differing = [n for n in layers if pair[n >= len(q)] != best[n >= len(q)]]
-        leads = {n: tables[best][n] - tables[pair][n] for n in differing}
-        chance = min(1.0, student(_units(leads, layers)) * len(pairs))
+        differing = np.where(is_q, pair[0] != best[0], pair[1] != best[1])
+        leads = (tables[best] - tables[pair])[differing]
+        chance = min(1.0, student(_units(leads, numbered[differing])) * len(pairs))
         found.append(Scenario(*pair, means[pair], chance))
     return sorted(found, key=lambda s: (-s.chance, -s.fit))
 
 
-def _column(heads: Sequence[Fit], order: Order, first: int = 0) -> dict[int, float]:
-    return {first + n: f.fits[order] for n, f in enumerate(heads)}
-
-
-def _units(values: Mapping[int, float], layers: Mapping[int, int | None]) -> Floats:
+def _units(values: Floats, layers: NDArray[np.int64]) -> Floats:
     """Observations: heads, or means over the heads of a layer where there are enough layers."""
-    by_layer: dict[int | None, list[float]] = {}
-    for n, value in values.items():
-        by_layer.setdefault(layers[n], []).append(value)
-    if len(by_layer) >= _LAYERS:
-        return np.array([np.mean(v) for v in by_layer.values()])
-    return np.array(list(values.values()))
+    present = np.unique(layers)
+    if len(present) >= _LAYERS:
+        return np.array([values[layers == layer].mean() for layer in present])
+    return values
 
 
 def is_plain(scenario: Scenario) -> bool:

@@ -220,7 +220,8 @@ def test_how_often_chance_is_taken_for_an_order():
             for name, count in (("q", heads), ("k", keys)):
                 blocks = (keys * size // heads,) if name == "k" and keys != heads else ()
                 logs = np.log(np.linalg.norm(rng.standard_normal((count, size, 48)), axis=2))
-                found += fit(name, layer, logs, blocks)
+                fits = fit(name, [layer] * count, logs, blocks)
+                found += [fits] if fits else []
         told = Probe("half", both=evidence(found), scenarios=tuple(weigh(found, "half")))
         assert told.order is None and told.agrees is None and told.wrong > BROKEN and BROKEN < NAMED
         wrong.append(told.wrong)
