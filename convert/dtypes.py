@@ -63,6 +63,7 @@ _PLAIN = (
     _plain("BF16", 2, "<u2"),
     _plain("F8_E4M3", 1, "u1"),
     _plain("F8_E5M2", 1, "u1"),
+    _plain("F8_E8M0", 1, "u1"),
     _plain("I64", 8, "<i8"),
     _plain("I32", 4, "<i4"),
     _plain("I16", 2, "<i2"),

@@ -1,37 +1,26 @@
-"""FP8 weights with scales: which scale belongs to which weight, and the weight's values as a source.
+"""FP8 weights as sources: a value is its code times its scale.
 
-Known are one scale per tensor, per row, and per block of rows and columns (``weight_scale_inv`` as DeepSeek and Qwen
-publish it, ``weight_scale`` as FBGEMM, ModelOpt and compressed-tensors write it); a value is its code times its scale,
-whatever the name. Scales of activations are of no use to weights and are passed over. Other packed weights are
-refused by :mod:`convert.packed`.
+A scale that is no number stops, and so does a product that float32 cannot hold. Which scales belong to which weight is
+:mod:`convert.float8_scales`'s business.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.cast import Array, to_float32
-from convert.dtypes import DTYPES
-from convert.errors import FormatError, Problem
-from convert.formats.spec import Scale, TensorSpec
-from convert.packed import is_float8_scheme
-from convert.report import fold_names
+from convert.cast import Array, CastLoss, to_float32
+from convert.errors import ConvertError, Problem
+from convert.formats.spec import TensorSpec
 from convert.source import FilePool, Source, read_rows
 
-_SUFFIXES = ("_scale_inv", "_scale")
-#: Endings of tensors that say how activations or the cache are scaled while the model runs.
-_ACTIVATIONS = (
-    *(".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale", ".input_global_scale"),
-    *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
-)
-#: What DeepSeek and Qwen use, and what is taken where the config gives no size.
-_BLOCK = (128, 128)
+#: Types of scales that are exponents; bytes are where the checkpoint says so.
+EXPONENT_TYPES = ("F8_E8M0", "U8")
+_SCAN_BYTES = 1 << 20
 
 
 def _table_e4m3() -> NDArray[np.float32]:
@@ -49,15 +38,31 @@ def _table_e5m2() -> NDArray[np.float32]:
     return (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float32)
 
 
+def _table_e8m0() -> NDArray[np.float32]:
+    """Values of the 256 codes: powers of two from 2^-127 to 2^127; the last code is NaN (OCP Microscaling, 5.4.1)."""
+    return np.append(np.ldexp(1.0, np.arange(255) - 127), math.nan).astype(np.float32)
+
+
 TABLES = {"F8_E4M3": _table_e4m3(), "F8_E5M2": _table_e5m2()}
+EXPONENTS = _table_e8m0()
+
+#: Largest and smallest finite value but zero of the codes.
+_RANGES = {name: (float(t[np.isfinite(t)].max()), float(t[t > 0].min())) for name, t in TABLES.items()}
+_MOST, _LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).smallest_subnormal)
 
 
 class Float8(Source):
     """The values of an FP8 weight, in float32 (exact: 4 bits of mantissa times 24, rounded once).
 
+    Codes that are no number, or infinite (E5M2), are values like others and come out as they are.
+
     Args:
         spec: The codes; ``spec.scale`` tells the scales, of which only those of the rows asked for are read.
         pool: Open files.
+
+    Attributes:
+        loss: Products that float32 could not hold: too large (where clamped), or zero although the code is not.
+        clamp: Whether products that are too large become float32's largest value; else they stop.
     """
 
     def __init__(self, spec: TensorSpec, pool: FilePool) -> None:
@@ -67,6 +72,11 @@ class Float8(Source):
         self.block = spec.scale.block
         self.shape = self.codes.shape
         self.dtype = "F32"
+        self.names = spec.name, spec.scale.spec.name
+        self.file = str(spec.file)
+        self.loss = CastLoss()
+        self.clamp = False
+        self._lock = threading.Lock()
 
     @property
     def whole(self) -> bool:
@@ -74,13 +84,28 @@ class Float8(Source):
         return self.codes.whole
 
     def read(self, start: int, stop: int) -> Array:
-        """See :meth:`Source.read`."""
-        out: NDArray[np.float32] = np.take(TABLES[self.codes.dtype], self.codes.read(start, stop).view(np.uint8))
+        """See :meth:`Source.read`.
+
+        Raises:
+            ConvertError: A scale is NaN or infinite, or a product is too large for float32 (unless clamped).
+        """
+        raw, out, grid = self._products(start, stop)
+        most, least = _RANGES[self.codes.dtype]
+        sizes = np.abs(grid)
+        # Both extremes of the scales tell whether any product can leave float32's range; hardly ever one can.
+        if sizes.size and not (float(sizes.max()) * most <= _MOST and float(sizes.min()) * least >= _LEAST):
+            self._judge(raw, out, sizes)
+        return out
+
+    def _products(self, start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+        """The codes of some rows, their values, and the scales that were taken."""
+        raw = self.codes.read(start, stop).view(np.uint8)
+        out: NDArray[np.float32] = np.take(TABLES[self.codes.dtype], raw)
         if out.ndim == 3:  # experts: one matrix of scales each
             grids = self._grid(start, stop).reshape(stop - start, *self._cells((out.shape[1], out.shape[2])))
             for matrix, scales in zip(out, grids, strict=True):
                 self._multiply(matrix, scales, 0)
-            return out
+            return raw, out, grids
         rows = out.reshape(stop - start, -1)
         cells = self._cells((self.shape[0], rows.shape[1]))
         first = min(start // self.block[0], cells[0] - 1)
@@ -91,18 +116,21 @@ class Float8(Source):
         else:
             grid = self._grid(first, last).reshape(last - first, cells[1])
         self._multiply(rows, grid, start - first * self.block[0])
-        return out
+        return raw, out, grid
 
     def _cells(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
 
     def _grid(self, start: int, stop: int) -> NDArray[np.float32]:
-        return to_float32(read_rows(self.scales, start, stop), self.scales.dtype)
+        stored = read_rows(self.scales, start, stop)
+        if self.scales.dtype in EXPONENT_TYPES:
+            return np.take(EXPONENTS, stored.view(np.uint8))
+        return to_float32(stored, self.scales.dtype)
 
     def _multiply(self, rows: NDArray[np.float32], grid: NDArray[np.float32], skip: int) -> None:
         """Multiply ``[n, cols]`` in place by ``grid``, of whose first row of scales ``skip`` rows lie before."""
         height, width = self.block
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # what narrowing loses is counted later
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # judged afterwards
             if height == 1:
                 rows *= np.repeat(grid, width, axis=1)[:, : rows.shape[1]] if grid.shape[1] > 1 else grid
                 return
@@ -110,156 +138,57 @@ class Float8(Source):
                 part = rows[max(0, cell * height - skip) : max(0, (cell + 1) * height - skip)]
                 part *= np.repeat(scales, width)[: rows.shape[1]] if scales.size > 1 else scales
 
+    def _too_large(self, raw: NDArray[np.uint8], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        return np.isinf(out) & np.isfinite(np.take(TABLES[self.codes.dtype], raw))
 
-def attach_scales(
-    tensors: dict[str, list[TensorSpec]], config: Mapping[str, Any] | None, notes: list[str]
-) -> tuple[dict[str, list[TensorSpec]], dict[str, Any] | None]:
-    """Give every FP8 weight its scales, and take the scales out of the tensors.
+    def _judge(self, raw: NDArray[np.uint8], out: NDArray[np.float32], sizes: NDArray[np.float32]) -> None:
+        """Count what became infinite or zero, and clamp or refuse the former."""
+        large = self._too_large(raw, out)
+        if not np.isfinite(sizes).all() or (large.any() and not self.clamp):
+            raise self._refusal()
+        out[large] = np.copysign(np.float32(_MOST), out[large])
+        zero = (out == 0) & ((raw & np.uint8(0x7F)) != 0)
+        with self._lock:
+            self.loss.add(CastLoss(int(np.count_nonzero(large)), int(np.count_nonzero(zero))))
 
-    Args:
-        tensors: All tensors by name.
-        config: The config as its file holds it.
-        notes: What was found is added here.
-
-    Returns:
-        Both without what they say of FP8; untouched where there is none.
-
-    Raises:
-        FormatError: A scale is missing, has no weight, or does not fit it; all at once.
-    """
-    weights = [n for n, specs in tensors.items() if specs[0].dtype in TABLES and not n.endswith(_SUFFIXES)]
-    declared = (config or {}).get("quantization_config")
-    if not weights or (isinstance(declared, Mapping) and not is_float8_scheme(declared)):
-        return tensors, dict(config) if config is not None else None
-    block = _declared_block(declared)
-    out = dict(tensors)
-    problems: list[Problem] = []
-    how: dict[str, int] = {}
-    for name in weights:
-        suffixes = [s for s in _SUFFIXES if name + s in tensors]
-        if len(suffixes) != 1 or len(tensors[name]) > 1:
-            problems.append(_unscaled(name, tensors[name], suffixes))
-        for suffix in suffixes:
-            out.pop(name + suffix, None)
-        if len(suffixes) == 1:
-            spec, scale = tensors[name][0], tensors[name + suffixes[0]][0]
-            found = _block_of(spec, scale, block)
-            if isinstance(found, Problem):
-                problems.append(found)
-                continue
-            size, word = found
-            out[name] = [replace(spec, scale=Scale(scale, size))]
-            how[word] = how.get(word, 0) + 1
-    spare = [n for n in out if n.endswith(_ACTIVATIONS)]
-    for name in spare:
-        del out[name]
-    problems += [_spare(n, tensors) for n in out if n.endswith((".weight_scale", ".weight_scale_inv"))]
-    if problems:
-        from convert.report import fold_problems
-
-        raise FormatError(fold_problems(problems))
-    kinds = " and ".join(sorted({tensors[n][0].dtype for n in weights}))
-    ways = ", ".join(f"{count} with {word}" for word, count in how.items())
-    notes.append(f"FP8 weights ({kinds}) are multiplied by their scales: {ways}")
-    if spare:
-        notes.append(f"ignored {', '.join(fold_names(spare))}: scales of activations, which weights do not need")
-    rest = {k: v for k, v in (config or {}).items() if k != "quantization_config"} if config is not None else None
-    return out, rest
-
-
-def _declared_block(declared: Any) -> tuple[int, int] | None:
-    """The block size that a config states, in one of its spellings."""
-    if not isinstance(declared, Mapping):
-        return None
-    groups = declared.get("config_groups")
-    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
-    weights = first.get("weights") if isinstance(first, Mapping) else None
-    stated = declared.get("weight_block_size")
-    if stated is None and isinstance(weights, Mapping):
-        stated = weights.get("block_structure")
-        if stated is None and isinstance(weights.get("group_size"), int) and weights["group_size"] > 0:
-            stated = [1, weights["group_size"]]
-    if stated is None:
-        return None
-    if isinstance(stated, list | tuple) and len(stated) == 2 and all(type(x) is int and x > 0 for x in stated):
-        return stated[0], stated[1]
-    raise FormatError(
-        Problem(
-            "config",
-            f"the config's weight_block_size is {stated!r}.",
-            found=str(stated),
-            wanted="two positive numbers",
-            hint="It looks like this: [128, 128].",
+    def _refusal(self) -> ConvertError:
+        """What is wrong with the tensor; reads all of it. Rows are counted over all leading dimensions."""
+        name, scale = self.names
+        grid = self._grid(0, self.scales.shape[0])
+        if bad := int(grid.size - np.count_nonzero(np.isfinite(grid))):
+            nan = int(np.count_nonzero(np.isnan(grid)))
+            at = int((~np.isfinite(grid)).reshape(-1).argmax())
+            return ConvertError(
+                Problem(
+                    "scale",
+                    f"{scale!r}: {bad:,} of {grid.size:,} scales of {name!r} are not finite ({nan:,} NaN), the first "
+                    f"is number {at:,}; whole blocks of weights would be none.",
+                    hint="The file is damaged, or quantising it went wrong: take another copy.",
+                    found={"count": bad, "first": at},
+                    tensor=name,
+                    file=self.file,
+                    wanted=0,
+                )
+            )
+        step = max(1, _SCAN_BYTES // max(1, self.codes.row_bytes))
+        step = self.shape[0] if self.whole else -(-step // self.codes.align) * self.codes.align
+        inner = math.prod(self.shape[1:-1])
+        count, first = 0, None
+        for start in range(0, self.shape[0], step):
+            stop = min(start + step, self.shape[0])
+            large = self._too_large(*self._products(start, stop)[:2]).reshape((stop - start) * inner, -1)
+            count += int(np.count_nonzero(large))
+            if first is None and large.any():
+                first = start * inner + int(large.any(axis=1).argmax())
+        return ConvertError(
+            Problem(
+                "overflow",
+                f"{name!r}: {count:,} products of FP8 codes and scales (up to {float(np.abs(grid).max()):.4g}) are too "
+                f"large for F32 and would become infinite, the first in row {first}.",
+                hint="Its scales are likely damaged; --clamp stores the largest value instead.",
+                found={"row": first, "count": count},
+                tensor=name,
+                file=self.file,
+                wanted=0,
+            )
         )
-    )
-
-
-def _block_of(
-    spec: TensorSpec, scale: TensorSpec, block: tuple[int, int] | None
-) -> tuple[tuple[int, int], str] | Problem:
-    """The block that each scale is for, with its word, or why there is none."""
-    rows, cols = (*spec.shape, 1, 1)[:2] if len(spec.shape) < 2 else spec.shape[-2:]
-    lead = spec.shape[:-2]
-    if not DTYPES[scale.dtype].is_float:
-        return Problem(
-            "scale",
-            f"{scale.name!r} is {scale.dtype}, which is no type for scales.",
-            tensor=scale.name,
-            file=str(scale.file),
-            found=scale.dtype,
-            wanted=["F32", "BF16", "F16"],
-            hint="Dequantise it with the library that wrote it, and convert that.",
-        )
-    if len(spec.shape) <= 2 and math.prod(scale.shape) == 1:
-        return (max(rows, 1), max(cols, 1)), "one scale per tensor"
-    wanted: list[list[int]] = []
-    known = ((1, cols), "one per row"), (block or _BLOCK, "one per block of {} x {}".format(*(block or _BLOCK)))
-    for size, word in known:
-        cells = (*lead, -(-rows // max(1, size[0])), -(-cols // max(1, size[1])))
-        if scale.shape == cells or (word == "one per row" and scale.shape == cells[:-1]):
-            return size, word
-        wanted.append(list(cells))
-    return Problem(
-        "scale",
-        f"{scale.name!r} is {list(scale.shape)}, which does not go with {spec.name!r} {list(spec.shape)}.",
-        tensor=scale.name,
-        file=str(scale.file),
-        found=list(scale.shape),
-        wanted=[[1], *wanted],
-        hint=f"Blocks of {(block or _BLOCK)[0]} x {(block or _BLOCK)[1]} are "
-        + ("what the config's weight_block_size says." if block else "assumed; the config has no weight_block_size."),
-    )
-
-
-def _unscaled(name: str, specs: list[TensorSpec], suffixes: list[str]) -> Problem:
-    spec = specs[0]
-    if len(specs) > 1:
-        message = f"{name!r} is {spec.dtype} and lies in {len(specs)} files; FP8 in parts is not read."
-    elif suffixes:
-        message = f"{name!r} has scales twice: {' and '.join(name + s for s in suffixes)}."
-    else:
-        message = f"{name!r} is {spec.dtype}, but its scale is missing ({name}_scale_inv or {name}_scale)."
-    return Problem(
-        "scale",
-        message,
-        tensor=name,
-        file=str(spec.file),
-        found=[name + s for s in suffixes],
-        wanted="one tensor of scales",
-        hint="An incomplete download, or weights that were quantised in another way.",
-    )
-
-
-def _spare(name: str, tensors: Mapping[str, list[TensorSpec]]) -> Problem:
-    base = next(name.removesuffix(s) for s in _SUFFIXES if name.endswith(s))
-    specs = tensors.get(base)
-    what = f"{base!r} is {specs[0].dtype}" if specs else f"there is no {base!r}"
-    return Problem(
-        "scale",
-        f"{name!r} is a scale without an FP8 weight: {what}.",
-        tensor=name,
-        file=str(tensors[name][0].file),
-        found=specs[0].dtype if specs else None,
-        wanted=["F8_E4M3", "F8_E5M2"],
-        hint="Files of different models in one folder, or a weight that was dequantised and kept its scale.",
-    )

@@ -21,6 +21,7 @@ from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError, Problem, UsageError
 from convert.filling import fill_all
 from convert.layout import Key
+from convert.losses import loss_notes, lost
 from convert.module_fit import Fit, fit
 from convert.module_tensors import FLOATS, TYPES, Home, config_of, distinct, torch_dtype
 from convert.plan import slot_source
@@ -326,10 +327,9 @@ def _share(found: Fit) -> None:
 
 
 def _check_losses(tasks: list[_Task], report: LoadReport) -> None:
-    problems, lost = [], 0
+    problems = []
     for task in tasks:
         for cast in casts_within(task.source):
-            lost += cast.loss.underflowed
             if cast.loss.overflowed:
                 name = task.home.names[0]
                 problems.append(
@@ -345,8 +345,7 @@ def _check_losses(tasks: list[_Task], report: LoadReport) -> None:
                 )
     if problems:
         raise ConvertError(fold_problems(problems))
-    if lost:
-        report.notes.append(f"{lost:,} non-zero values became zero in the narrower type")
+    report.notes += loss_notes(lost((task.home.names[0], task.source) for task in tasks), option="dtype =")
 
 
 __all__ = ["LoadReport", "check_module", "load_into"]

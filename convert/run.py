@@ -18,6 +18,7 @@ from convert.claim import Claim, sweep
 from convert.errors import ConvertError, Problem, UsageError
 from convert.io_errors import TRANSIENT, reading, writing
 from convert.journal import JOURNAL_NAME, Journal, fingerprint
+from convert.losses import loss_notes, lost
 from convert.output import check_target, write_sidecar
 from convert.plan import ConversionPlan
 from convert.platform import available_memory, keep_freed_memory
@@ -153,6 +154,8 @@ def run(
         found = writer.write(threads, hashes=hashes)
         crcs.finish()
         losses = writer.losses()  # the check reads, and so counts, again
+        option = "--type" if plan.request.target == "gguf" else "--dtype"
+        told = loss_notes(lost((o.targets[0].name, o.source) for o in plan.outputs), option=option)
         if writer_type is Writer and plan.source.pool.local and touched(before):
             check = "full"
         with reading(claim.folder):
@@ -182,10 +185,7 @@ def run(
             writer.stop(error)
         raise _ended(error, claim, keep=keep, complete=complete) from error.__cause__
     notes = [*warnings, *plan.notes, *plan.source.pool.notes]
-    if count := losses.get("underflowed"):
-        notes.append(f"{count:,} non-zero values became zero in the narrower type")
-    if count := losses.get("clamped"):
-        notes.append(f"{count:,} values were too large for the narrower type and became its largest (--clamp)")
+    notes += told
     return Summary(
         out=out,
         files=[f.name for f in plan.files] + sorted(plan.sidecars),

@@ -49,7 +49,13 @@ def test_too_large_is_refused_and_clamped_where_asked(made, tmp_path):
     state = load_file(made.path / "model.safetensors")
     zeros = sum(int(((t.half() == 0) & (t != 0)).sum()) for t in state.values())
     assert (summary.clamped, summary.underflowed) == (3, zeros) and zeros >= 2
-    assert any("3 values were too large" in n and "--clamp" in n for n in summary.notes)
+    (note,) = [n for n in summary.notes if "3 values were too large" in n]
+    assert "--clamp" in note and f"3 of {state[UP].numel():,} in {UP!r}" in note and "--dtype bfloat16" in note
+    (note,) = [n for n in summary.notes if "became zero" in n]
+    lost = int(((state[UP].half() == 0) & (state[UP] != 0)).sum())
+    assert (
+        f"{lost:,} of {state[UP].numel():,} in {UP!r}" in note and "harmless" in note and "float32 keeps them" in note
+    )
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["losses"] == {"underflowed": zeros, "clamped": 3}
     assert record["target"]["options"]["clamp"] is True

@@ -12,7 +12,6 @@ from convert.errors import FormatError
 from convert.formats.safetensors import read
 
 UNREAD = {
-    "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
