@@ -120,6 +120,11 @@ def _check_files(plan: ConversionPlan, out: Path, *, overwrite: bool, resume: bo
     asked = [path for path in there if not path.name.endswith(".gguf.conversion.json")]
     if asked and not overwrite:
         raise UsageError(f"{asked[0]} exists already.", hint="--overwrite replaces it.")
+    if plan.source.path.is_dir() and _same(landing(out, single=True).parent, plan.source.path):
+        raise UsageError(
+            f"{out} would lie among the weights of {plan.source.path}, a second model to whatever opens that folder.",
+            hint="Choose another place, or name the source's file instead of its folder.",
+        )
     folders = [path for path in there if path.is_dir()]
     if folders:
         raise UsageError(f"{folders[0]} is a folder.", hint="Choose another output.")

@@ -90,9 +90,9 @@ def chosen_part(tensors: Tensors, key: str | None, notes: list[str]) -> Tensors:
     if not out:
         first = ", ".join(dict.fromkeys(name.partition(".")[0] for name in list(tensors)[:1000]))
         raise UsageError(f"no tensor's name begins with {start!r}.", hint=f"Names begin with {first[:300]}.")
-    notes.append(
-        f"the model was found under the key {key!r}; {len(tensors) - len(out)} other tensors are not converted"
-    )
+    others = len(tensors) - len(out)
+    left = f"; {others} other tensor{'s are' if others > 1 else ' is'} not converted" if others else ""
+    notes.append(f"the model was found under the key {key!r}{left}")
     return out
 
 
@@ -113,6 +113,7 @@ def aliased(tensors: Tensors, tables: list[MappingTable], notes: list[str]) -> T
             for rule in rules:
                 hits = sum(r is rule for r in by_rule.values())
                 if hits:
-                    notes.append(f"names begin with {rule.found!r} where {rule.name!r} is usual ({hits} tensors)")
+                    count = f"{hits} tensor{'s' if hits > 1 else ''}"
+                    notes.append(f"names begin with {rule.found!r} where {rule.name!r} is usual ({count})")
             return renamed
     return tensors

@@ -120,6 +120,7 @@ def test_hugging_faces_model_prefix_may_be_missing(tmp_path, head):
     save_file(state, made.path / "model.safetensors")
     with open_checkpoint(made.path) as opened:
         assert any("'layers.' where 'model.layers.' is usual" in n for n in opened.notes)
+        assert any(n.endswith("'model.norm.' is usual (1 tensor)") for n in opened.notes)
         if head:
             assert values(opened) == whole
         else:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.reference.models import one_thread  # noqa: F401
 
 PYTHON = [sys.executable, "-m", "convert"]
 ROOT = Path(__file__).parents[1]
-#: A conversion whose every piece takes a while, so that there is a middle to interrupt.
+#: A conversion whose every piece takes a while, so that there is a middle to look at.
 SLOW = """
 import sys, time
 from convert import writer
@@ -31,11 +32,24 @@ writer.Writer.write_piece = slow
 from convert.cli import main
 main(sys.argv[1:])
 """
+#: One that comes to no end by itself, so that a signal finds its middle however late it is sent.
+HELD = SLOW.replace("time.sleep(0.15)\n    real(self, *piece)", "real(self, *piece)\n    self.failed.wait(100)")
+#: Seconds until something counts as hanging: a busy machine may need many for what takes half of one.
+PATIENCE = 100
+
+
+def until(child: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    """Wait for what ``child`` is to do."""
+    end = time.monotonic() + PATIENCE
+    while not condition() and child.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition(), child.communicate(timeout=PATIENCE)
 
 
 def shell(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
     """The command line as a process of its own."""
-    return subprocess.run([*PYTHON, *map(str, args)], capture_output=True, text=True, cwd=ROOT, timeout=60, **options)  # type: ignore[call-overload]
+    command = [*PYTHON, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, **options)  # type: ignore[call-overload]
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +106,10 @@ def test_2_for_usage(hf, tmp_path, capsys):
         err = capsys.readouterr().err
         assert ("rror" in err or "Usage" in err) and "Traceback" not in err, args
     assert not list(tmp_path.iterdir())
+    assert call("to", "paper", hf, tmp_path / "out") == 2
+    err = capsys.readouterr().err
+    assert "No such layout 'paper'. It comes first, and is one of: gguf, hf, meta, scratch." in err
+    assert call("to", "hf", hf) == 2 and "Missing argument 'OUT'" in capsys.readouterr().err  # the control
 
 
 @pytest.mark.parametrize("what", ["qk", "key", "config", "names"])
@@ -215,7 +233,7 @@ def _listening() -> None:
 @pytest.mark.parametrize("target", ["scratch", "meta"])
 def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target):
     child = subprocess.Popen(
-        [sys.executable, "-c", SLOW, f"hf-to-{target}", str(hf), str(tmp_path / "out")],
+        [sys.executable, "-c", HELD, f"hf-to-{target}", str(hf), str(tmp_path / "out")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -223,14 +241,10 @@ def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target)
         preexec_fn=_listening,
     )
     partial = tmp_path / "out.partial"
-    for _ in range(400):
-        if partial.exists() and any(p.suffix in (".pth", ".safetensors") for p in partial.iterdir()):
-            break
-        time.sleep(0.02)
-    assert partial.exists()
+    until(child, lambda: any(p.suffix in (".pth", ".safetensors") for p in partial.glob("*")))
     time.sleep(0.2)
     child.send_signal(number)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == code, err
     assert "Nothing was left behind" in err and "Traceback" not in err and out == ""
     assert not list(tmp_path.iterdir())
@@ -240,21 +254,18 @@ def test_signals_in_the_middle_leave_nothing(hf, tmp_path, number, code, target)
 def test_impatience_does_not_stop_the_cleaning_up(hf, tmp_path, signals):
     """What it says of what is left has to stay true."""
     child = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "hf-to-scratch", str(hf), str(tmp_path / "out"), "--threads", "4"],
+        [sys.executable, "-c", HELD, "hf-to-scratch", str(hf), str(tmp_path / "out"), "--threads", "4"],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
         preexec_fn=_listening,
     )
-    for _ in range(400):
-        if (tmp_path / "out.partial" / "model.safetensors").exists():
-            break
-        time.sleep(0.02)
+    until(child, (tmp_path / "out.partial" / "model.safetensors").exists)
     time.sleep(0.1)
     for number in signals:
         child.send_signal(number)
         time.sleep(0.01)
-    err = child.communicate(timeout=30)[1]
+    err = child.communicate(timeout=PATIENCE)[1]
     assert child.returncode == 128 + signals[0], err
     assert "Nothing was left behind" in err and "Traceback" not in err and not list(tmp_path.iterdir())
 
@@ -263,13 +274,10 @@ def test_a_hangup_that_the_caller_ignores_is_ignored(hf, tmp_path):
     """As under nohup: the conversion goes on."""
     out = tmp_path / "out"
     command = ["nohup", sys.executable, "-c", SLOW, "hf-to-scratch", str(hf), str(out)]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
-    for _ in range(400):
-        if out.with_name("out.partial").exists():
-            break
-        time.sleep(0.02)
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    until(child, lambda: out.with_name("out.partial").exists() or out.exists())
     child.send_signal(signal.SIGHUP)
-    assert child.wait(30) == 0 and (out / "conversion.json").is_file()
+    assert child.wait(PATIENCE) == 0 and (out / "conversion.json").is_file()
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -435,7 +443,7 @@ def test_standard_output_that_cannot_be_written(hf, tmp_path, words, closed):
         read, target = os.pipe()
         os.close(read)
     command = [*PYTHON, "hf-to-scratch", str(hf), str(out), "--verify", "never", *words]
-    done = subprocess.run(command, stdout=target, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, stdout=target, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE)
     os.close(target)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert f"the conversion itself is complete: {out}." in done.stderr
@@ -452,7 +460,9 @@ def test_standard_streams_that_are_closed(hf, tmp_path, closed):
         "writer.Writer.write_piece = piece\nfrom convert.cli import main; main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", seen, "hf-to-scratch", str(hf), str(out), "--verify", "never", "--check", "full"]
-    done = subprocess.run(command, cwd=ROOT, timeout=60, preexec_fn=lambda: [os.close(number) for number in closed])
+    done = subprocess.run(
+        command, cwd=ROOT, timeout=PATIENCE, preexec_fn=lambda: [os.close(number) for number in closed]
+    )
     assert done.returncode == 0 and (out / "conversion.json").is_file()
 
 
@@ -461,7 +471,7 @@ def test_a_console_of_another_encoding(hf, tmp_path, encoding):
     out = tmp_path / "\u65e5\u672c"
     command = [*PYTHON, "hf-to-scratch", str(hf), str(out), "--verify", "never"]
     env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE, env=env)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "\\u65e5" in done.stdout and (out / "conversion.json").is_file()
 
@@ -519,7 +529,7 @@ def test_what_is_imported(hf, tmp_path, args, forbidden):
     if any("-to-" in a or a == "to" for a in args[:1]) and "--help" not in args:
         args += ["--verify", "never"]
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS, forbidden, *args], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", IMPORTS, forbidden, *args], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE
     )
     assert done.stdout.splitlines()[-1] == "HEAVY 0 ", done.stdout[-200:] + done.stderr
 
@@ -533,27 +543,30 @@ def test_a_reader_that_goes_away(hf):
             capture_output=True,
             text=True,
             cwd=ROOT,
-            timeout=60,
+            timeout=PATIENCE,
         )
         assert done.stdout.count("\n") == 1 and done.stderr == "", done.stderr
     # the reader is gone before the first byte
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([*PYTHON, "--help"], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [*PYTHON, "--help"], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE
+    )
     os.close(write)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
 
 
 def test_a_bar_on_a_terminal_and_silence_elsewhere(hf, tmp_path):
     pty = pytest.importorskip("pty")
-    for target, code in (("scratch", 0), ("meta", 130)):
+    for target, code, script in (("scratch", 0, SLOW), ("meta", 130, HELD)):
         ours, theirs = pty.openpty()
         child = subprocess.Popen(
-            [sys.executable, "-c", SLOW, f"hf-to-{target}", str(hf), str(tmp_path / target)],
+            [sys.executable, "-c", script, f"hf-to-{target}", str(hf), str(tmp_path / target)],
             stdout=subprocess.PIPE,
             stderr=theirs,
             cwd=ROOT,
             env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
+            preexec_fn=_listening,
         )
         os.close(theirs)
         seen = b""
@@ -568,7 +581,7 @@ def test_a_bar_on_a_terminal_and_silence_elsewhere(hf, tmp_path):
             if code == 130 and b"converting" in seen and child.poll() is None:
                 child.send_signal(signal.SIGINT)
                 code = -130  # once
-        out = child.communicate(timeout=30)[0]
+        out = child.communicate(timeout=PATIENCE)[0]
         os.close(ours)
         assert child.returncode == abs(code)
         assert b"converting" in seen and (code != 0 or b"/s" in seen)

@@ -486,3 +486,17 @@ def test_permissions_are_those_that_the_user_asks_for(plan, tmp_path):
             os.umask(old)
         assert {p.stat().st_mode & 0o777 for p in (tmp_path / f"{mask:o}").iterdir()} == {0o666 & ~mask}
         assert (tmp_path / f"{mask:o}").stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_a_gguf_file_is_not_put_among_the_weights_that_it_is_made_of(made, tmp_path, monkeypatch):
+    """From then on the folder would hold two models, and nothing could open it by its name."""
+    monkeypatch.chdir(made.path)
+    for src, out in ((made.path, made.path / "m.gguf"), (".", "m.gguf"), (made.path, "../source/./m.gguf")):
+        with pytest.raises(UsageError, match="would lie among the weights of"):
+            convert.convert_checkpoint(src, out, to="gguf", tokenizer=False)
+    assert names(tmp_path) == {"source"}
+    convert.convert_checkpoint(".", "../m.gguf", to="gguf", tokenizer=False)
+    convert.convert_checkpoint("model.safetensors", "m.gguf", to="gguf", tokenizer=False)  # the file says which
+    assert (made.path / "m.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    with pytest.raises(ConvertError, match="2 candidate sets"):
+        convert.open_checkpoint(made.path)

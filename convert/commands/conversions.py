@@ -92,7 +92,28 @@ openai_to_scratch = _command("openai", "scratch")
 openai_to_gguf = _command("openai", "gguf")
 
 
-@click.group("to", help="Convert any source to LAYOUT; the source is recognised.", subcommand_metavar="LAYOUT SRC OUT")
+class _Layouts(click.Group):
+    """Says of a word that is no layout what the layouts are."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """The conversion to the layout that comes first."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            if args[0].startswith("-"):
+                raise
+            names = ", ".join(self.list_commands(ctx))
+            raise click.UsageError(
+                f"No such layout {args[0]!r}. It comes first, and is one of: {names}.", ctx
+            ) from None
+
+
+@click.group(
+    "to",
+    cls=_Layouts,
+    help="Convert any source to LAYOUT; the source is recognised.",
+    subcommand_metavar="LAYOUT SRC OUT",
+)
 def to() -> None:
     """Commands per target layout."""
 
