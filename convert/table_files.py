@@ -106,10 +106,7 @@ def _text(path: Path) -> str:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise TableError(f"{path.name}: more than {MAX_BYTES:,} bytes, which no table has.")
-        text = raw.decode("utf-8").replace("\r\n", "\n")
-        if (dots := max((line.count(".") for line in text.splitlines()), default=0)) > MAX_DOTS:
-            raise TableError(f"{path.name}: a line with {dots:,} dots; no key has that many parts.")
-        return text
+        return raw.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise TableError(f"{path.name}: not valid TOML: {error}.") from None
     except OSError as error:
@@ -117,6 +114,8 @@ def _text(path: Path) -> str:
 
 
 def _loaded(text: str, name: str) -> dict[str, Any]:
+    if (dots := max((line.count(".") for line in text.splitlines()), default=0)) > MAX_DOTS:
+        raise TableError(f"{name}: a line with {dots:,} dots; no key has that many parts.")
     try:
         return _parsed(text)
     except RecursionError:
