@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ class Distance:
         nmse: Sum of squared differences over the sum of squares of ``a``.
         kl_max: Largest Kullback-Leibler divergence KL(a || b) of any position, in nats.
         kl_mean: Its mean over positions.
-        top1: Share of positions with the same likeliest token, 0 to 1.
+        top1: Share of positions with the same likeliest token, 0 to 1; one where a side has none (NaN, infinity) is not
+            such a position. NaN if there is no other.
         by_position: The NMSE of each position.
         finite: Whether all logits of both sides are finite; if not, figures may be NaN or infinite.
         kl_by_position: The divergence of each position, in nats.
+        without: At how many positions ``a``, and ``b``, have no likeliest token.
     """
 
     max_abs: float
@@ -43,6 +45,7 @@ class Distance:
     by_position: tuple[float, ...] = field(repr=False)
     finite: bool
     kl_by_position: tuple[float, ...] = field(default=(), repr=False)
+    without: tuple[int, int] = (0, 0)
 
     @property
     def worst(self) -> float:
@@ -69,6 +72,7 @@ class Positions:
         max_abs: Largest absolute difference.
         kl: Divergence, nats.
         same: 1 where both sides have the same likeliest token, else 0.
+        without: Who has no likeliest token, for NaN or infinity: 1 ``a``, 2 ``b``, 3 both, else 0.
     """
 
     error: Tensor
@@ -76,6 +80,7 @@ class Positions:
     max_abs: Tensor
     kl: Tensor
     same: Tensor
+    without: Tensor
 
     def distance(self, start: int = 0, stop: int | None = None) -> Distance:
         """The distance over some of the positions.
@@ -83,9 +88,7 @@ class Positions:
         Raises:
             ConvertError: There are none.
         """
-        error, energy, max_abs, kl, same = (
-            getattr(self, key)[start:stop].tolist() for key in ("error", "energy", "max_abs", "kl", "same")
-        )
+        error, energy, max_abs, kl, same, without = (getattr(self, f.name)[start:stop].tolist() for f in fields(self))
         if not error:
             raise ConvertError(Problem("logits", "There are no positions to compare."))
         return Distance(
@@ -93,10 +96,11 @@ class Positions:
             nmse=ratio(math.fsum(error), math.fsum(energy)) if all(map(math.isfinite, error)) else sum(error),
             kl_max=_largest(kl),
             kl_mean=math.fsum(kl) / len(kl) if all(map(math.isfinite, kl)) else sum(kl),
-            top1=sum(same) / len(same),
+            top1=math.nan if all(without) else sum(same) / len(same),
             by_position=tuple(ratio(e, s) for e, s in zip(error, energy, strict=True)),
             finite=all(map(math.isfinite, [*max_abs, *energy])),
             kl_by_position=tuple(kl),
+            without=(sum(int(w) & 1 for w in without), sum(int(w) >> 1 for w in without)),
         )
 
 
@@ -172,8 +176,9 @@ class Meter:
         logs = [top + total.log() for top, total in zip(self._top, self._sum, strict=True)]
         # Rounding can leave a difference of -1e-17 where the divergence is 0.
         kl = (self._cross / self._sum[0] - logs[0] + logs[1]).clamp(min=0.0)
-        same = (self._best[0][1] == self._best[1][1]).double()
-        return Positions(self._error, self._energy, self._max_abs, kl, same)
+        a, b = (~best.isfinite() for best, _ in self._best)
+        same = ((self._best[0][1] == self._best[1][1]) & ~a & ~b).double()
+        return Positions(self._error, self._energy, self._max_abs, kl, same, a.double() + 2 * b.double())
 
     def result(self) -> Distance:
         """The distance over everything added.
@@ -252,6 +257,4 @@ def compare_blocks(blocks: Iterable[tuple[Tensor, Tensor]]) -> Distance:
         found.append(meter.positions())
     if not found:
         raise ConvertError(Problem("logits", "There are no positions to compare."))
-    return Positions(
-        *(torch.cat([getattr(p, key) for p in found]) for key in ("error", "energy", "max_abs", "kl", "same"))
-    ).distance()
+    return Positions(*(torch.cat([getattr(p, f.name) for p in found]) for f in fields(Positions))).distance()

@@ -227,7 +227,7 @@ class _Verification:
         parts: tuple[str, str] | None,
     ) -> tuple[str, list[str]]:
         if not distance.finite:
-            return "A or B computes values that are no finite numbers.", [
+            return _not_finite(distance, sum(map(len, self.ids))), [
                 "Scan both for NaN and Inf (validate --scan); in float16 arithmetic, try float32."
             ]
         first = worst.first_diff_position
@@ -283,6 +283,17 @@ class _Verification:
             f"(NMSE {least[1].nmse:.1e}, mean KL {least[1].kl_mean:.1e})."
         )
         return message, ["The weights look near-untrained, the prompt is short, or the rounding is coarse.", *hints]
+
+
+def _not_finite(distance: Distance, total: int) -> str:
+    """Who computes no numbers, and where there is no likeliest token."""
+    found = [(side, count) for side, count in zip("AB", distance.without, strict=True) if count]
+    who = " and ".join(side for side, _ in found) or "A or B"
+    where = ", ".join(f"{side} at {count} of {total} positions" for side, count in found)
+    return (
+        f"{who} compute{'s' if len(found) < 2 else ''} values that are no finite numbers"
+        f"{f' ({where})' if where else ''}."
+    )
 
 
 def _first_difference(distance: Distance, noises: list[Distance], tolerance: float) -> int | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from convert.errors import ConvertError
-from convert.metrics import compare, compare_blocks
+from convert.metrics import Distance, Meter, compare, compare_blocks
 
 
 def _pair():
@@ -67,6 +67,28 @@ def test_what_is_not_finite_is_never_equal(bad):
     assert got.first_diff_position(1e9) == 30
     assert got.as_json()["nmse"] is None
     assert not compare(b, b).finite
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("slabs", [1, 3])
+def test_without_a_likeliest_token_there_is_no_agreement_on_it(bad, slabs):
+    """What both sides have not is not the same: NaN on both was 100 % of agreement."""
+
+    def measured(a: torch.Tensor, b: torch.Tensor) -> Distance:
+        meter = Meter(len(a))
+        for one, other in zip(a.chunk(slabs, -1), b.chunk(slabs, -1), strict=True):
+            meter.update(one, other)
+        return meter.result()
+
+    a, _ = _pair()
+    assert (measured(a, a).top1, measured(a, a).without) == (1.0, (0, 0))  # the control
+    b, some = a.clone(), a.clone()
+    b[:, 5], some[10:, -1] = bad, bad
+    both = measured(b, b)
+    assert math.isnan(both.top1) and both.without == (40, 40) and both.as_json()["top1"] is None
+    assert measured(some, some).top1 == 0.25 and measured(some, some).without == (30, 30)
+    assert measured(a, some).top1 == 0.25 and measured(a, some).without == (0, 30)
+    assert measured(some, a).without == (30, 0) and math.isnan(measured(a, b).top1)
 
 
 def test_shapes_must_agree():

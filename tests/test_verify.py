@@ -169,10 +169,13 @@ def test_nan_never_passes():
         state["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
 
     broken = stand_in(change=change)
-    for a, b in ((stand_in(), broken), (broken, broken)):
+    for a, b, who in ((stand_in(), broken, "B computes"), (broken, broken, "A and B compute")):
         got = run(a, b)
         assert got.verdict == "fail"
-        assert "finite" in got.message
+        assert (
+            got.message.startswith(f"{who} values that are no finite numbers (") and "of 128 positions" in got.message
+        )
+        assert got.distance.as_json()["top1"] is None  # no token is the likeliest: neither 100 % nor 0 % is true
         json.dumps(got.as_json(), allow_nan=False)
 
 
