@@ -3,7 +3,8 @@
 It lies in the partial folder as lines of text, one appended per finished piece, after the piece's data has reached the
 disk; so a run that was killed can be continued. The first line is a fingerprint of source and plan: pieces of another
 conversion are never taken for this one's. It is a list of what is worth comparing with the source, not a proof: that
-comparison is :mod:`convert.writer`'s business.
+comparison is :mod:`convert.writer`'s business. Pieces whose source lies elsewhere are listed with CRCs, to be compared
+with those (:mod:`convert.fetched`).
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ _ELSEWHERE = frozenset({"names", "config", "table", "tokenizer_path"})
 
 
 class Finished:
-    """Rows of outputs that are finished: for each output's number, ranges that do not touch."""
+    """Rows of outputs that are finished: for each output's number, ranges that do not touch.
+
+    Attributes:
+        crcs: For pieces that were listed with them, number, first row, row after the last → CRC-32 at each target.
+    """
 
     def __init__(self) -> None:
+        self.crcs: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._ranges: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, number: int, start: int, stop: int) -> None:
@@ -100,7 +106,7 @@ class Journal:
         mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
         self._fds: list[int] = []
         self._lock = threading.Condition()
-        self._pending: list[tuple[tuple[int, int, int], frozenset[int]]] = []
+        self._pending: list[tuple[tuple[int, ...], frozenset[int]]] = []
         self._bytes = 0
         self._since = time.monotonic()
         self._error: BaseException | None = None
@@ -128,15 +134,19 @@ class Journal:
             raise MemoryError(str(error)) from error
         self._thread = thread
 
-    def add(self, number: int, start: int, stop: int, *, files: frozenset[int], nbytes: int) -> None:
+    def add(
+        self, number: int, start: int, stop: int, *, files: frozenset[int], nbytes: int, crcs: tuple[int, ...] = ()
+    ) -> None:
         """A piece has been written: rows of output ``number``, into ``files`` (numbers), ``nbytes`` in all.
+
+        With ``crcs`` a later run can tell it without its source: of the bytes at each of the output's targets.
 
         Raises:
             ConvertError: Earlier pieces did not reach the disk.
         """
         with self._lock:
             self._raise()
-            self._pending.append(((number, start, stop), files))
+            self._pending.append(((number, start, stop, *crcs), files))
             self._bytes += nbytes
             if self._bytes >= BATCH_BYTES or time.monotonic() - self._since >= BATCH_SECONDS:
                 self._lock.notify()
@@ -177,7 +187,7 @@ class Journal:
             with writing(self.path.parent):
                 sync_data(self._fds[number])  # should it fail, nobody knows what has become of these pieces
         try:
-            self._append("".join(f"{n} {a} {b}\n" for (n, a, b), _ in batch), durable=durable)
+            self._append("".join(f"{' '.join(map(str, piece))}\n" for piece, _ in batch), durable=durable)
         except BaseException:
             with self._lock:
                 self._pending[:0] = batch
@@ -275,8 +285,9 @@ def _read(path: Path) -> _Kept | None:
             if line.startswith(_COMMIT.encode()):
                 moved = {name: [int(inode), int(size)] for name, (inode, size) in _moves(line)}
             else:
-                number, start, stop = map(int, line.split())
+                number, start, stop, *crcs = map(int, line.split())
                 finished.add(number, start, stop)
+                finished.crcs[number, start, stop] = tuple(crcs)
         except (ValueError, TypeError):  # what follows a damaged line is not believed either
             break
         size += len(line) + 1

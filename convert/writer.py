@@ -20,6 +20,7 @@ import numpy as np
 from convert.cast import CastLoss
 from convert.clamp import within
 from convert.errors import ConvertError, Problem
+from convert.fetched import confirm
 from convert.formats.crc import crc32_combine
 from convert.hashing import Hasher, Hashes
 from convert.io_errors import io_problem, writing
@@ -158,15 +159,16 @@ class Writer:
         if hashes:
             beside = self.plan.source.files if pool.local else ()  # what comes from elsewhere is hashed as it passes
             self._hasher = Hasher(self.plan.files, self.fds, beside, threads=threads)
+        confirm(self, threads)
         pool.begin(self.plan, self.journal.finished if self.journal is not None else None)
         with ThreadPoolExecutor(max(1, threads)) as workers:
             self._drain(workers, threads)
         pool.finish()
         self._stop_on_overflow()
-        for number, file in enumerate(self.plan.files):
+        for number, (file, fd) in enumerate(zip(self.plan.files, self.fds, strict=True)):
             with writing(self.folder / file.name):
                 for offset, data in file.frame(self.crcs(number)):
-                    write_at(self.fds[number], data, offset)
+                    write_at(fd, data, offset)
         for file, fd in zip(self.plan.files, self.fds, strict=True):
             with writing(self.folder / file.name):
                 os.fsync(fd)
@@ -220,48 +222,54 @@ class Writer:
     def _kernel(self, output: Output, start: int, stop: int) -> bool:
         """Whether these rows can move without passing through this process."""
         plain = len(output.targets) == 1 and output.targets[0].columns is None
-        crc = self.plan.files[output.targets[0].file].needs_crc
-        return plain and not crc and self.plan.source.pool.local and output.source.extent(start, stop) is not None
+        seen = self.plan.files[output.targets[0].file].needs_crc or not self.plan.source.pool.local
+        return plain and not seen and output.source.extent(start, stop) is not None
 
     def _guarded(self, output: Output, start: int, stop: int) -> None:
         if self.cancel.is_set() or self.failed.is_set():
             return
-        self.write_piece(output, start, stop)
+        crcs = self.write_piece(output, start, stop)
         if self.journal is not None:
             files = frozenset(target.file for target in output.targets)
             nbytes = (stop - start) * output.source.row_bytes
-            self.journal.add(self._numbers[id(output)], start, stop, files=files, nbytes=nbytes)
+            self.journal.add(self.number(output), start, stop, files=files, nbytes=nbytes, crcs=crcs)
 
-    def write_piece(self, output: Output, start: int, stop: int) -> None:
-        """Bring rows ``start`` to ``stop`` of an output to all its places."""
-        listed = self.journal is not None and self.journal.finished.covers(self._numbers[id(output)], start, stop)
+    def number(self, output: Output) -> int:
+        """The output's number in the plan, by which the journal knows it."""
+        return self._numbers[id(output)]
+
+    def write_piece(self, output: Output, start: int, stop: int) -> tuple[int, ...]:
+        """Bring rows ``start`` to ``stop`` of an output to all its places; CRCs of what came from elsewhere."""
+        listed = self.journal is not None and self.journal.finished.covers(self.number(output), start, stop)
         if listed and not self.plan.source.pool.local and not any(True for _ in casts_within(output.source)):
-            self._skip(output, start, stop)
-        elif not self._kernel(output, start, stop):
-            self._compute(output, start, stop, listed=listed)
-        elif not listed:
+            return self._skip(output, start, stop)
+        if not self._kernel(output, start, stop):
+            return self._compute(output, start, stop, listed=listed)
+        if not listed:
             self._copy(output, start, stop)
         else:  # to be compared, the bytes have to be seen: in small blocks, like all that is
             small = max(1, piece_rows(output.source))
             for low in range(start, stop, small):
                 self._compute(output, low, min(low + small, stop), listed=True)
+        return ()
 
-    def _skip(self, output: Output, start: int, stop: int) -> None:
-        """Believe the journal: what comes from elsewhere is not fetched again to be compared."""
-        for target in output.targets:
-            file = self.plan.files[target.file]
-            nbytes = next(e.nbytes for e in file.entries if e.name == target.name)
-            row = nbytes // max(1, output.source.shape[0])
-            at, count = self._offset(target) + start * row, (stop - start) * row
-            if file.needs_crc:
-                there = bytearray(count)
-                with writing(self.folder / file.name):
-                    read_at(self.fds[target.file], memoryview(there), at)
-                with self._lock:
-                    self._crcs[target.file].setdefault(target.name, []).append((start, count, zlib.crc32(there)))
+    def _skip(self, output: Output, start: int, stop: int) -> tuple[int, ...]:
+        """What came from elsewhere is not fetched again: it has the CRCs that it had (:mod:`convert.fetched`)."""
+        assert self.journal is not None
+        crcs = self.journal.finished.crcs[self.number(output), start, stop]
+        for target, crc in zip(output.targets, crcs, strict=True):
+            at, count = self.extent(output, target, start, stop)
             with self._lock:
+                self._crcs[target.file].setdefault(target.name, []).append((start, count, crc))
                 self.found += count
             self._wrote(target.file, at, count)
+        return crcs
+
+    def extent(self, output: Output, target: Target, start: int, stop: int) -> tuple[int, int]:
+        """Where rows ``start`` to ``stop`` of an output lie in a target's file: offset and length."""
+        nbytes = next(e.nbytes for e in self.plan.files[target.file].entries if e.name == target.name)
+        row = nbytes // max(1, output.source.shape[0])
+        return self._offset(target) + start * row, (stop - start) * row
 
     def _copy(self, output: Output, start: int, stop: int) -> None:
         extent = output.source.extent(start, stop)
@@ -291,17 +299,20 @@ class Writer:
         said = f"{path.name} could not be copied into {made.name}: {error.strerror}."
         return Problem("read", said, file=str(path), hint="Is one of the two disks failing, or was it taken away?")
 
-    def _compute(self, output: Output, start: int, stop: int, *, listed: bool) -> None:
+    def _compute(self, output: Output, start: int, stop: int, *, listed: bool) -> tuple[int, ...]:
         block = output.source.read(start, stop)
+        crcs = []
         for target in output.targets:
             part = block if target.columns is None else np.ascontiguousarray(block[:, slice(*target.columns)])
             raw = np.ascontiguousarray(part).view(np.uint8).data.cast("B")
             row = len(raw) // max(1, stop - start)
             self._put(target, raw, self._offset(target) + start * row, listed=listed)
-            if self.plan.files[target.file].needs_crc:
+            if self.plan.files[target.file].needs_crc or not self.plan.source.pool.local:
+                crcs.append(zlib.crc32(raw))
                 with self._lock:
-                    self._crcs[target.file].setdefault(target.name, []).append((start, len(raw), zlib.crc32(raw)))
+                    self._crcs[target.file].setdefault(target.name, []).append((start, len(raw), crcs[-1]))
             self._wrote(target.file, self._offset(target) + start * row, len(raw))
+        return tuple(crcs)
 
     def _wrote(self, file: int, at: int, count: int) -> None:
         if self._hasher is not None:

@@ -192,6 +192,51 @@ def test_interrupted_and_resumed(hub, tmp_path, monkeypatch, options):
     assert (hub.sent < weights - 3e6) != narrowed
 
 
+@pytest.mark.parametrize("how", ["sound", "a bit", "zeros", "listed without CRCs", "unasked"])
+def test_what_was_fetched_is_believed_only_as_it_was_written(hub, tmp_path, monkeypatch, how):
+    """Damage to what an earlier run had fetched is found without fetching it; the control does not look."""
+    monkeypatch.setattr(pools, "_SMALL_GAPS", 0)
+    monkeypatch.setattr(pools, "_GAP_SHARE", 1000)
+    SOURCES["hf"](tmp_path / "m")
+    repo = put(hub, "org/m", tmp_path / "m")
+    convert.convert_checkpoint("m", "wanted", to="scratch")
+    cancel, done = threading.Event(), 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        if done > 7e6:
+            cancel.set()
+
+    from convert import run, writer
+
+    asked = {"to": "scratch", "download": False, "resume": True}
+    with pytest.raises(run.Cancelled):
+        convert.convert_checkpoint("org/m", "out", progress=progress, cancel=cancel, **asked)
+    made, journal = Path("out.partial/model.safetensors"), Path("out.partial/.journal")
+    data, wanted = bytearray(made.read_bytes()), Path("wanted/model.safetensors").read_bytes()
+    at = next(n for n in range(200_000, len(data), 1000) if data[n : n + 999] == wanted[n : n + 999] != bytes(999))
+    if how in ("a bit", "unasked"):
+        data[at] ^= 16
+    elif how == "zeros":
+        data[at : at + 500] = bytes(500)
+    elif how == "listed without CRCs":  # by an earlier version
+        first, *lines = journal.read_text().splitlines()
+        assert all(len(line.split()) > 3 for line in lines)
+        journal.write_text("\n".join([first, *(" ".join(line.split()[:3]) for line in lines), ""]))
+    made.write_bytes(data)
+    monkeypatch.setattr(run, "read_back", lambda *a, **k: 0)  # whose samples are large beside a small file
+    if how == "unasked":
+        monkeypatch.setattr(writer, "confirm", lambda *_: None)
+    hub.log.clear()
+    summary = convert.convert_checkpoint("org/m", "out", **asked)
+    assert (Path("out/model.safetensors").read_bytes() == wanted) == (how != "unasked")
+    assert any("were written again" in n for n in summary.notes) == (how not in ("sound", "unasked"))
+    assert (summary.resumed > 3e6) == (how != "listed without CRCs")
+    weights = sum(len(d) for p, d in repo.files.items() if p.endswith(".safetensors"))
+    assert (hub.sent < weights - 2e6) == (how != "listed without CRCs")
+
+
 def _but_notes(a: str, b: str) -> bool:
     left, right = files_of(Path(a)), files_of(Path(b))
     return {k: v for k, v in left.items() if k != "conversion.json"} == {
