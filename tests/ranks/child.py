@@ -47,11 +47,11 @@ def _inject(fault: str, rank: int) -> None:
 def _at_pieces(act: Any) -> None:
     plain, count = writer.Writer.write_piece, [0]
 
-    def write_piece(self: Any, *args: Any) -> None:
+    def write_piece(self: Any, *args: Any) -> Any:
         count[0] += 1
         with writer.writing(self.folder / self.plan.files[0].name):
             act(count[0])
-        plain(self, *args)
+        return plain(self, *args)
 
     writer.Writer.write_piece = write_piece  # type: ignore[method-assign]
 
