@@ -6,7 +6,6 @@ is :mod:`convert.match`; this module decides what the source *is*.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -192,14 +191,14 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """A table for notebooks: what ``convert inspect`` says."""
+        from html import escape
+
         from convert.inspect import inspect
 
         found = inspect(self)
         left = "style='text-align:left'"
-        rows = "".join(
-            f"<tr><th {left}>{html.escape(k)}</th><td {left}>{html.escape(v)}</td></tr>" for k, v in found.lines()
-        )
-        return f"<table><caption>{html.escape(self.path.name)}</caption>{rows}</table>"
+        rows = "".join(f"<tr><th {left}>{escape(k)}</th><td {left}>{escape(v)}</td></tr>" for k, v in found.lines())
+        return f"<table><caption>{escape(self.path.name)}</caption>{rows}</table>"
 
 
 def open_checkpoint(src: str | Path | Place, **options: Any) -> Checkpoint:

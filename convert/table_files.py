@@ -88,9 +88,8 @@ def load_head(path: Path) -> dict[str, Any]:
     Raises:
         TableError: The file cannot be read, or this part is no TOML.
     """
-    lines = _text(path).splitlines(keepends=True)
-    end = next((i for i, line in enumerate(lines) if line.startswith("[")), len(lines))
-    return _loaded("".join(lines[:end]), path.name)
+    head, _, _ = f"\n{_text(path)}".partition("\n[")
+    return _loaded(head[1:], path.name)
 
 
 def plain_name(name: str) -> bool:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import convert
 from convert.checkpoint import open_checkpoint
-from convert.oddities import Oddity, _medians_of_others, odd_tensors
+from convert.oddities import Oddity, _median, _medians_of_others, odd_tensors
 from convert.validate import validate
 from tests.fixtures.ggml import make_gguf
 from tests.fixtures.hf import make_hf
@@ -214,4 +214,5 @@ def test_medians_of_the_others_are_numpys(count):
     values[:, 20:] += np.random.default_rng(1).normal(size=(count, 20))
     one_by_one = np.array([np.median(np.delete(values, i, axis=0), axis=0) for i in range(count)])
     assert (_medians_of_others(values) == one_by_one).all()
+    assert [_median(column) for column in values.T] == np.median(values, axis=0).tolist()
     assert (np.median(values, axis=0) != one_by_one).any()
