@@ -127,11 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _show(error, False)
         sys.exit(error.exit_code)
     if at is None:
-        code = run(cli, argv)
-        if code > 128:  # cleaned up, and told: another signal shall not change the exit code
-            for name in _ENDING:
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
-        sys.exit(code)
+        sys.exit(run(cli, argv, last=True))
     from convert.ranks.command import run_rank
 
     sys.exit(run_rank(run, cli, sys.argv[1:] if argv is None else argv, at))
@@ -155,13 +151,20 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+def run(group: click.Command, argv: Sequence[str] | None = None, *, last: bool = False) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        group: The commands.
+        argv: The arguments, unless they are those of this process.
+        last: The process ends with it: once it was stopped, cleaned up and told so, no other signal changes the code.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     debug, as_json = "--debug" in args, "--json" in args
     if {"--json", "--quiet", "-q"} & set(args):  # no bars of the library that downloads
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     previous = _on_signals()
+    stopped = False
     try:
         result = group.main(args, prog_name="convert", standalone_mode=False)
         return int(result) if isinstance(result, int) else 0
@@ -178,9 +181,11 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
         _show_json([Problem("usage", error.format_message())] if as_json else ())
         return error.exit_code
     except (KeyboardInterrupt, click.Abort) as stop:
+        stopped = True
         click.echo(f"Interrupted. {_left_behind(stop)}", err=True)
         return 130
     except Terminated as stop:
+        stopped = True
         with suppress(OSError):  # after a hang-up there may be nobody to tell
             click.echo(f"Terminated. {_left_behind(stop)}", err=True)
         return 128 + stop.number
@@ -193,7 +198,7 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if last and stopped else handler)
 
 
 def _left_behind(stop: BaseException) -> str:

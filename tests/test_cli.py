@@ -27,13 +27,24 @@ from convert import writer
 real = writer.Writer.write_piece
 def slow(self, *piece):
     time.sleep(0.15)
-    real(self, *piece)
+    return real(self, *piece)
 writer.Writer.write_piece = slow
 from convert.cli import main
 main(sys.argv[1:])
 """
 #: One that comes to no end by itself, so that a signal finds its middle however late it is sent.
-HELD = SLOW.replace("time.sleep(0.15)\n    real(self, *piece)", "real(self, *piece)\n    self.failed.wait(100)")
+HELD = """
+import sys
+from convert import writer
+real = writer.Writer.write_piece
+def held(self, *piece):
+    found = real(self, *piece)
+    self.failed.wait(100)
+    return found
+writer.Writer.write_piece = held
+from convert.cli import main
+main(sys.argv[1:])
+"""
 #: Seconds until something counts as hanging: a busy machine may need many for what takes half of one.
 PATIENCE = 100
 
@@ -456,7 +467,7 @@ def test_standard_streams_that_are_closed(hf, tmp_path, closed):
     out = tmp_path / "out"
     seen = (
         "import os, sys; from convert import writer; real = writer.Writer.write_piece\n"
-        "def piece(self, *a): os.write(2, b'x'); assert min(self.fds) > 2; real(self, *a)\n"
+        "def piece(self, *a): os.write(2, b'x'); assert min(self.fds) > 2; return real(self, *a)\n"
         "writer.Writer.write_piece = piece\nfrom convert.cli import main; main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", seen, "hf-to-scratch", str(hf), str(out), "--verify", "never", "--check", "full"]

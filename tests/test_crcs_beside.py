@@ -180,10 +180,11 @@ def test_it_reads_as_the_plan_does_and_not_far_ahead(
         begin(self, writer, threads)
         plain_piece = writer.write_piece
 
-        def piece(*args: Any) -> None:
+        def piece(*args: Any) -> Any:
             time.sleep(0.002)
-            plain_piece(*args)
+            found = plain_piece(*args)
             written[0] += 0 if writer.failed.is_set() else (args[2] - args[1]) * args[0].source.row_bytes
+            return found
 
         monkeypatch.setattr(writer, "write_piece", piece)
 
@@ -206,18 +207,21 @@ def test_it_reads_as_the_plan_does_and_not_far_ahead(
 def test_cancelled_in_the_middle(eight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool) -> None:
     """All is written and the comparison goes on when the event is set; with resume, a later run begins it anew."""
     convert.convert_checkpoint(eight, tmp_path / "wanted", to="hf")
-    cancel, reads = threading.Event(), []
+    cancel, written, reads = threading.Event(), threading.Event(), []
 
     def at(path: Path, offset: int) -> None:
         reads.append(offset)
         time.sleep(0.01)
-        if len(reads) == 30:
+        if len(reads) >= 30:
+            written.wait(100)  # something is there to go on from, however slow the writing is
             cancel.set()
 
     with monkeypatch.context() as patch:
         in_crc_threads(patch, at)
         with pytest.raises(Cancelled):
-            convert.convert_checkpoint(eight, tmp_path / "out", to="hf", cancel=cancel, resume=resume)
+            convert.convert_checkpoint(
+                eight, tmp_path / "out", to="hf", cancel=cancel, resume=resume, progress=lambda _: written.set()
+            )
         assert len(reads) <= 32 and not readers()
         left = ["meta", "out.partial", "wanted"] if resume else ["meta", "wanted"]
         assert sorted(p.name for p in tmp_path.iterdir()) == left
@@ -295,14 +299,15 @@ def test_no_memory_for_a_thread(eight: Path, tmp_path: Path, monkeypatch: pytest
     assert [p.name for p in tmp_path.iterdir()] == ["meta"]
 
 
-SLOW = """
+HELD = """
 import sys, time
 from convert import cli, storage_crcs
 plain = storage_crcs._Reader._crc
-def slow(self, *args):
-    time.sleep(0.2)
+def held(self, *args):
+    while not self._stopped():
+        time.sleep(0.01)
     return plain(self, *args)
-storage_crcs._Reader._crc = slow
+storage_crcs._Reader._crc = held
 storage_crcs.SMALL = 0
 cli.main(sys.argv[1:])
 """
@@ -310,27 +315,27 @@ cli.main(sys.argv[1:])
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_all_is_written(eight: Path, tmp_path: Path, number: int, code: int) -> None:
-    """The main thread waits for the comparison then; a hundred storages take twenty seconds here."""
+    """The main thread waits for the comparison then, which here ends only when it is stopped."""
 
     def listening() -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
     child = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "to", "hf", str(eight), str(tmp_path / "out"), "--verify", "never", "--quiet"],
+        [sys.executable, "-c", HELD, "to", "hf", str(eight), str(tmp_path / "out"), "--verify", "never", "--quiet"],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
         preexec_fn=listening,
     )
-    partial, end = tmp_path / "out.partial", time.monotonic() + 20
+    partial, end = tmp_path / "out.partial", time.monotonic() + 100
     while not any(p.suffix == ".safetensors" for p in partial.glob("*")) and time.monotonic() < end:
+        assert child.poll() is None
         time.sleep(0.02)
     time.sleep(0.7)
-    asked = time.monotonic()
+    assert child.poll() is None
     child.send_signal(number)
-    err = child.communicate(timeout=30)[1]
-    assert time.monotonic() - asked < 5
+    err = child.communicate(timeout=100)[1]
     assert child.returncode == code, err
     assert "Traceback" not in err
     assert [p.name for p in tmp_path.iterdir()] == ["meta"]

@@ -62,7 +62,7 @@ def test_an_error_in_a_piece(made, tmp_path, monkeypatch, target, at):
     def fail(self, *piece):
         if next(count) == at:
             raise Broken
-        real(self, *piece)
+        return real(self, *piece)
 
     name = "out.gguf" if target == "gguf" else "out"
     options = {"tokenizer": False} if target == "gguf" else {}
