@@ -78,7 +78,7 @@ def test_two_sets_are_named_with_size_and_date(copy, made):
     with pytest.raises(ConvertError, match="2 candidate sets") as error:
         locate(folder)
     text = str(error.value)
-    assert "model.safetensors (1 files" in text and "pytorch_model.bin.index.json (2 files" in text
+    assert "model.safetensors (1 file," in text and "pytorch_model.bin.index.json (2 files" in text
     assert error.value.problems[0].kind == "two_sets"
     assert names(locate(folder / "model.safetensors")) == ["model.safetensors"]
     assert len(locate(folder / "pytorch_model.bin.index.json").files) == 2
