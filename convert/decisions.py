@@ -68,7 +68,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         head = f"; the head is {found['head']}" if found.get("head") else ""
         out.append(f"head and embedding: {'one' if found['tied'] else 'two'}{head}")
     for item in _mappings(found.get("dtypes")):
-        out.append(f"type: {item.get('from')} → {item.get('to')}, {item.get('tensors')} tensors")
+        number = item.get("tensors")
+        out.append(f"type: {item.get('from')} → {item.get('to')}, {number} tensor{'' if number == 1 else 's'}")
     for item in _mappings(found.get("substituted")):
         out.append(f"type: {item.get('to')} in place of {item.get('from')}: {_some(item)} ({item.get('reason')})")
     for item in _mappings(found.get("dropped")):

@@ -183,3 +183,8 @@ def test_inspect_shows_it(source, tmp_path, capsys):
 )
 def test_any_decisions_can_be_shown(found):
     assert all(isinstance(line, str) for line in lines(found))
+
+
+def test_one_tensor_is_one():
+    types = [{"from": "Q8_0", "to": "F16", "tensors": n} for n in (1, 2)]
+    assert [line.rpartition(", ")[2] for line in lines({"dtypes": types})] == ["1 tensor", "2 tensors"]

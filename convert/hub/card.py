@@ -99,6 +99,7 @@ def _what(
 ) -> str:
     files = entries(source.get("files"))
     size = human_bytes(sum(n for f in files if isinstance(n := f.get("bytes"), int)))
+    count = f"{len(files)} file{'' if len(files) == 1 else 's'}"
     layout = _LAYOUTS.get(str(target.get("layout")), str(target.get("layout")))
     where = (
         f"[{origin['repo']}]({_endpoint()}/{origin['repo']}/tree/{origin.get('commit')}) "
@@ -108,7 +109,7 @@ def _what(
     )
     return (
         f"The same weights as {where}, a model of the {record.get('family')} family, in the layout of {layout}. "
-        f"The source had the {source.get('layout')} layout ({source.get('format')}, {len(files)} files, {size})."
+        f"The source had the {source.get('layout')} layout ({source.get('format')}, {count}, {size})."
     )
 
 
