@@ -12,6 +12,9 @@ from typing import Any
 
 from convert.errors import ConvertError, Problem, UsageError
 
+#: Bytes of a file of prompts, at most.
+_MOST_TEXT = 16 << 20
+
 
 def fixed_tokens(vocab_size: int, count: int) -> list[int]:
     """``count`` token ids spread evenly over the vocabulary, in a fixed, mixed order.
@@ -69,7 +72,7 @@ def choose_tokens(
         raise UsageError(
             Problem(
                 "tokens",
-                f"Token ids {wrong[:5]} are outside the vocabulary of {size}."
+                f"Token ids {wrong[:5]!s:.120} are outside the vocabulary of {size}."
                 if ids
                 else "There are no tokens to run.",
                 found=wrong[:5],
@@ -86,10 +89,14 @@ def read_text(path: Path) -> str:
         UsageError: It cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            raw = file.read(_MOST_TEXT + 1)  # of a device, too, whose size says nothing
+        if len(raw) <= _MOST_TEXT:
+            return raw.decode("utf-8").replace("\r\n", "\n")
+        why: str | None = f"it has more than {_MOST_TEXT >> 20} MiB, which is no prompt"
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
         why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UsageError(Problem("prompts", f"{path} cannot be read: {why}.", file=str(path))) from None
+    raise UsageError(Problem("prompts", f"{path} cannot be read: {why}.", file=str(path))) from None
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
@@ -104,9 +111,10 @@ def read_prompts(path: Path) -> list[str | list[int]]:
     else:
         try:
             prompts = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
+            why = error if isinstance(error, ValueError) else "it is nested too deep"
             raise UsageError(
-                Problem("prompts", f"{path.name} begins like a JSON list, and is none: {error}.", file=str(path))
+                Problem("prompts", f"{path.name} begins like a JSON list, and is none: {why}.", file=str(path))
             ) from None
 
     def is_prompt(one: Any) -> bool:
@@ -118,7 +126,7 @@ def read_prompts(path: Path) -> list[str | list[int]]:
         raise UsageError(
             Problem(
                 "prompts",
-                f"{path.name} holds no prompts." if not prompts else f"{wrong[0]!r} in {path.name} is no prompt.",
+                f"{path.name} holds no prompts." if not prompts else f"{wrong[0]!r:.80} in {path.name} is no prompt.",
                 file=str(path),
                 wanted="texts, or lists of token ids",
             )
@@ -144,9 +152,9 @@ def _tokenizer(*sides: Any) -> Any:
         path = getattr(side, "path", None)
         for folder in () if path is None else (Path(path), Path(path).parent):
             if (folder / "tokenizer.json").is_file():
-                from tokenizers import Tokenizer
+                from convert.text_tokenizer import load_library
 
-                return Tokenizer.from_file(str(folder / "tokenizer.json"))
+                return load_library(folder / "tokenizer.json")
     return None
 
 

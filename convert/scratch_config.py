@@ -85,7 +85,9 @@ def _derived(path: Path, dtype: torch.dtype | str | None, follow_links: bool) ->
         table = opened.table
         problems = refusals(table, opened.dims, Request(target="scratch"))
         if problems:
-            raise ConvertError(fold_problems(problems))
+            error = ConvertError(fold_problems(problems))
+            error.source = opened.title
+            raise error
         kind = "F16" if DTYPES[opened.dtype].is_quantized else plain_type(opened)
         out = configs.to_scratch(table, opened.config, kind)
     out = {k: v for k, v in out.items() if k not in BOOKKEEPING}

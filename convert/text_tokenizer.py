@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert.errors import ConvertError, Problem
-from convert.tokenizer import sidecars
+from convert.tokenizer import hf_checks, json_text, sidecars
+from convert.tokenizer.sidecars import read_small
 from convert.tokenizer.source import find, read_tokenizer
 
 if TYPE_CHECKING:
@@ -148,8 +149,8 @@ def _from_files(path: Path) -> TextTokenizer:
 
 def _from_json(file: Path) -> TextTokenizer:
     folder = file.parent
-    library = _library(file.read_bytes(), file.name)
-    config = sidecars.read_json(folder / sidecars.CONFIG)
+    library = load_library(file)
+    config = sidecars.sound_config(folder)
     special = {}
     for source in (sidecars.read_json(folder / sidecars.MAP), config):
         for role in ("bos", "eos", "unk", "pad"):
@@ -162,14 +163,41 @@ def _from_json(file: Path) -> TextTokenizer:
     return TextTokenizer(library, file.name, special, ends, sidecars.chat_templates(folder, config))
 
 
+def load_library(file: Path) -> Library:
+    """The ``tokenizers`` object of a ``tokenizer.json``.
+
+    The file is checked first: on some that it cannot read the library takes a gigabyte, or ends in a panic.
+
+    Raises:
+        ConvertError: It cannot be read, or is no tokenizer; says why.
+    """
+    wrong, raw = [], b""
+    try:
+        raw = read_small(file)
+        tree = json_text.load(raw, texts=False)
+        wrong = (
+            hf_checks.damage(tree) if isinstance(tree, Mapping) else [f"it is {hf_checks.what(tree)}, not an object"]
+        )
+        del tree
+    except ValueError as error:
+        wrong = [str(error)]
+    if wrong:
+        raise ConvertError(Problem("tokenizer_damaged", f"{file.name}: {what}.", file=str(file)) for what in wrong)
+    return _library(raw, file.name)
+
+
 def _library(raw: bytes, origin: str) -> Library:
     from tokenizers import Tokenizer as Library
 
     try:
-        library = Library.from_str(raw.decode())
-    except Exception as error:  # the library raises plain Exception
+        library = Library.from_buffer(raw)
+    except BaseException as error:  # the library raises plain Exception, and its panics are not even that
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ConvertError(
-            Problem("tokenizer_damaged", f"The tokenizer in {origin} cannot be loaded: {error}.", file=origin)
+            Problem(
+                "tokenizer_damaged", f"The tokenizer in {origin} cannot be loaded: {str(error)[:300]}.", file=origin
+            )
         ) from None
     library.no_truncation()
     library.no_padding()

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
-from convert.text_tokenizer import TextTokenizer, end_ids, text_tokenizer
+from convert.text_tokenizer import TextTokenizer, end_ids, load_library, text_tokenizer
+from convert.tokenizer import hf_checks
 from tests.fixtures import make_gguf, make_hf, save_tokenizer
 from tests.fixtures.tokenizer import BOS, EOS, MULTILINGUAL, train_tokenizer
 from tests.tokenizer.trained import byte_fallback, sentencepiece_model
@@ -116,5 +117,30 @@ def test_no_tokenizer_and_a_damaged_one(tmp_path):
             text_tokenizer(ckpt, tmp_path / "nowhere")
         save_tokenizer(hf.path, 96)
         (hf.path / "tokenizer.json").write_text('{"model": {"type": "nonsense"}}')
-        with pytest.raises(ConvertError, match="cannot be loaded"):
+        with pytest.raises(ConvertError, match="unknown type, 'nonsense'"):
             text_tokenizer(ckpt)
+
+
+def test_what_the_library_chokes_on_is_refused_before_it_sees_it(tmp_path, monkeypatch):
+    """A charsmap makes it panic, which is no Exception of Python's; 30 MB of brackets make it take a gigabyte."""
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(train_tokenizer(300, full_bytes=True).to_str())
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "%"}
+    file.write_text(json.dumps(tree | {"normalizer": charsmap}))
+    with pytest.raises(ConvertError, match="base64") as error:
+        load_library(file)
+    assert error.value.problems[0].file == str(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_checks, "damage", lambda tree: [])
+        with pytest.raises(ConvertError, match="cannot be loaded"):  # what the check is for, caught all the same
+            load_library(file)
+    for text, words in ((b'{"model":' + b"[]," * 2_000_000, "more than 1,500,000 times"), (b"[" * 99_999, "nested")):
+        file.write_bytes(text)
+        with pytest.raises(ConvertError, match=words):
+            load_library(file)
+    with file.open("wb") as hole:
+        hole.truncate(1 << 30)
+    with pytest.raises(ConvertError, match="which no such file has"):
+        load_library(file)
+    file.write_text(json.dumps(tree))
+    assert load_library(file).encode("the head").ids

@@ -94,7 +94,7 @@ def _tokens(path: str | None) -> list[int] | None:
         return None
     try:
         found = json.loads(read_text(Path(path)))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(type(token) is int for token in found):
         raise UsageError(Problem("tokens", f"{path} is no JSON list of token ids.", file=path))

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from convert.commands.options import output_options, source_options
+from convert.prompt import read_text
 
 
 @click.command("generate")
@@ -62,7 +63,7 @@ def command(src: str, prompt: str, as_json: bool, quiet: bool, debug: bool, **op
         path = Path(prompt[1:])
         if not path.is_file():
             raise click.UsageError(f"--prompt {prompt}: no such file.")
-        prompt = path.read_text(encoding="utf-8")
+        prompt = read_text(path)
     speak = not (quiet or as_json)
     chosen = {key: value for key, value in options.items() if value is not None}
     made = generate(src, prompt, on_step=_say if speak else None, **chosen)

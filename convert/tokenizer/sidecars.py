@@ -55,11 +55,11 @@ def damaged(path: Path, what: str) -> Problem:
     )
 
 
-def apply(tokenizer: Tokenizer, folder: Path) -> None:
-    """Complete ``tokenizer`` with what the files in ``folder`` say.
+def sound_config(folder: Path) -> dict[str, Any]:
+    """The tokenizer's config, where it and the files beside it are of the known form.
 
     Raises:
-        ConvertError: One of the files is not JSON, or not of the known form.
+        ConvertError: One of the files is not JSON, or not of the known form; everything that is wrong.
     """
     config = read_json(folder / CONFIG)
     wrong = {CONFIG: sidecar_checks.config_damage(config)}
@@ -67,6 +67,16 @@ def apply(tokenizer: Tokenizer, folder: Path) -> None:
     wrong[ADDED] = sidecar_checks.added_file_damage(read_json(folder / ADDED))
     if any(wrong.values()):
         raise ConvertError(damaged(folder / name, what) for name, found in wrong.items() for what in found)
+    return config
+
+
+def apply(tokenizer: Tokenizer, folder: Path) -> None:
+    """Complete ``tokenizer`` with what the files in ``folder`` say.
+
+    Raises:
+        ConvertError: One of the files is not JSON, or not of the known form.
+    """
+    config = sound_config(folder)
     try:
         _apply(tokenizer, folder, config)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
