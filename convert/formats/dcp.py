@@ -9,7 +9,9 @@ where they are: a tensor becomes a :class:`~convert.formats.spec.TensorSpec` wit
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +53,8 @@ _MAX_PROBLEMS = 20
 #: Metadata lists every chunk of every rank, optimizer states among them: 70B on 128 ranks has 280,000. How much of it
 #: is read grows with the data that it tells of, so that little data has no metadata that takes seconds.
 _MOST_SCALE, _BYTES_PER_SCALE = 12, 2 << 30
+#: Stretches of data between holes that are counted in a file.
+_MOST_EXTENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +154,29 @@ def resolve(container: Container) -> None:
 def _scale(folder: Path) -> int:
     """How many times the bounds of a state dict the metadata may have."""
     try:
-        there = sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+        there = sum(_written(path) for path in folder.glob(f"*{SUFFIX}") if path.is_file())
     except OSError:
         there = 0  # said when they are read
     return min(_MOST_SCALE, 1 + there // _BYTES_PER_SCALE)
+
+
+def _written(path: Path) -> int:
+    """Bytes of a file that somebody wrote: those of a hole cost nothing, and vouch for nothing."""
+    size = path.stat().st_size
+    if size < _BYTES_PER_SCALE or not hasattr(os, "SEEK_DATA"):
+        return size
+    written = end = 0
+    with path.open("rb") as file:
+        for _ in range(_MOST_EXTENTS):
+            try:
+                start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+                end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            except OSError as error:  # there is no more; or this file system cannot tell
+                return written if error.errno == errno.ENXIO else size
+            written += end - start
+            if end >= size:
+                break
+    return written
 
 
 def _bytes(path: Path, scale: int) -> bytes:
