@@ -21,7 +21,7 @@ def command() -> None:
     """Show, check and start mapping tables and names files."""
 
 
-@command.command("list")
+@command.command("list", short_help="List families and ready-made names files.")
 @output_options
 def list_(as_json: bool, quiet: bool, debug: bool) -> int:
     """List the families that have a table, and the ready-made names files."""
@@ -43,7 +43,7 @@ def list_(as_json: bool, quiet: bool, debug: bool) -> int:
     return 0
 
 
-@command.command("show")
+@command.command("show", short_help="Show a table: every tensor, its shape, its names.")
 @click.argument("family")
 @click.option("--resolved", is_flag=True, help="The TOML with everything it extends, or with --size every key.")
 @click.option("--layout", type=_LAYOUT, help="One layout only.")
@@ -60,11 +60,13 @@ def show(
     if size is not None:
         slots = listing.expansion(table, layout or _default_layout(table), size)
         if as_json:
-            click.echo(json.dumps({name: list(slot.shape) for name, slot in slots.items()}, indent=2))
+            tensors = {name: list(slot.shape) for name, slot in slots.items()}
+            said = {"schema": "convert.table-tensors/1", "family": table.family, "size": size, "tensors": tensors}
+            click.echo(json.dumps(said, indent=2))
         else:
             click.echo(printable("\n".join(listing.slot_lines(slots))))
     elif as_json:
-        click.echo(json.dumps(table.raw, indent=2, ensure_ascii=False))
+        click.echo(json.dumps({"schema": "convert.table/1", **table.raw}, indent=2, ensure_ascii=False))
     elif resolved:
         click.echo(toml_text.dumps(table.raw), nl=False)
     else:
@@ -72,7 +74,7 @@ def show(
     return 0
 
 
-@command.command("check")
+@command.command("check", short_help="Load a table or names file strictly; compare it.")
 @click.argument("file")
 @click.option("--against", metavar="CKPT", help="A checkpoint that it must describe.")
 @click.option("--layout", type=_LAYOUT, help="The checkpoint's layout, where the names do not tell.")
@@ -82,12 +84,15 @@ def show(
 @output_options
 def check(file: str, against: str | None, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Load FILE (a table or a names file) strictly, and compare it with a checkpoint. Exit code 0 or 1."""
-    from convert.comparison import compare, load
+    from convert.comparison import SCHEMA, compare, load
     from convert.report import printable
 
     if against is None:
         table = load(Path(file))
-        if not quiet:
+        if as_json:
+            said = {"schema": SCHEMA, "ok": True, "family": table.family, "layout": None, "problems": []}
+            click.echo(json.dumps(said | {"keys": len(table.rows)}, indent=2, ensure_ascii=False))
+        elif not quiet:
             click.echo(f"ok: {file}: {len(table.rows)} tensors of the family {table.family}; --against CKPT compares")
         return 0
     found = compare(Path(file), against, **{k: v for k, v in options.items() if v is not None})
@@ -98,7 +103,7 @@ def check(file: str, against: str | None, as_json: bool, quiet: bool, debug: boo
     return 0 if found.ok else 1
 
 
-@command.command("init")
+@command.command("init", short_help="Start a names file, or the table of a new family.")
 @click.option("--family", required=True, metavar="NAME", help="The family that your model belongs to.")
 @click.option("--as", "kind", metavar="NAME", help="Begin a table for a new family of this name, like --family.")
 @click.option("--out", metavar="FILE", help="Write here instead of to the terminal; an existing file is kept.")

@@ -37,6 +37,26 @@ def test_list(said):
     assert set(json.loads(out)["families"]) == set(families())
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["list"],
+        ["show", "llama"],
+        ["show", "llama2c"],
+        ["show", "llama", "--size", "smollm2-135m"],
+        ["check", str(ROOT / "mappings" / "llama.toml")],
+        ["check", str(ROOT / "mappings" / "names" / "llama2c.toml")],
+    ],
+    ids=" ".join,
+)
+def test_json_is_one_object_that_names_its_kind(said, args):
+    code, out, _ = said("tables", *args, "--json")
+    assert code == 0 and json.loads(out)["schema"].startswith("convert.table")
+    plain = said("tables", *args)[1]  # the control
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(plain)
+
+
 @pytest.mark.parametrize("family", families())
 def test_the_resolved_table_is_the_table(said, family, tmp_path):
     code, out, _ = said("tables", "show", family, "--resolved")
@@ -70,7 +90,8 @@ def test_show_a_size_is_what_the_class_has(said):
     raw = configs.to_hf(load_table("llama"), configs.published(load_table("llama"), "smollm2-135m"), "BF16")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**raw))
-    assert json.loads(out) == {n: list(t.shape) for n, t in model.state_dict().items()}
+    assert json.loads(out)["schema"] == "convert.table-tensors/1"
+    assert json.loads(out)["tensors"] == {n: list(t.shape) for n, t in model.state_dict().items()}
     _, text, _ = said("tables", "show", "llama", "--size", "smollm2-135m", "--layout", "gguf")
     assert "blk.29.attn_k.weight" in text and "[192, 576]" in text
     assert said("tables", "show", "llama", "--size", "nothing")[0] == 2
