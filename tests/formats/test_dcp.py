@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import convert
 from convert.errors import ConvertError, FormatError
+from convert.formats import dcp as dcp_format
 from convert.formats.dcp import METADATA, read
 from tests.fixtures import make_hf, make_scratch
 
@@ -198,8 +199,8 @@ def edit(folder: Path, change) -> None:
     (folder / METADATA).write_bytes(pickle.dumps(meta))
 
 
-def test_how_much_metadata_is_read_grows_with_the_data(made, tmp_path):
-    """3,000,000 operations are more than a small model's metadata has; a large one's (a sparse file here) may."""
+def test_how_much_metadata_is_read_grows_with_the_data(made, tmp_path, monkeypatch):
+    """3,000,000 operations are more than a small model's metadata has; a large one's may."""
     folder = save(load_file(made.path / "model.safetensors"), tmp_path / "dcp", made.path)
     data = (folder / METADATA).read_bytes()
     (folder / METADATA).write_bytes(data[:2] + b"N0" * 1_500_000 + data[2:])
@@ -207,6 +208,10 @@ def test_how_much_metadata_is_read_grows_with_the_data(made, tmp_path):
         read(folder)
     with open(folder / "__9_0.distcp", "wb") as file:
         file.truncate(4 << 30)
+    if dcp_format._written(folder / "__9_0.distcp") < 4 << 30:  # where a file system tells of holes
+        with pytest.raises(FormatError, match="2,500,000 operations"):
+            read(folder)
+    monkeypatch.setattr(dcp_format, "_written", lambda path: path.stat().st_size)
     read(folder)
 
 
@@ -288,8 +293,6 @@ def test_a_training_run_of_several_processes_is_converted(tmp_path, kind, world)
 
 def test_a_hole_vouches_for_no_metadata(tmp_path, monkeypatch):
     """How much metadata is read grows with the data there is; 24 GB of hole take no room and are none."""
-    from convert.formats import dcp
-
     hollow, solid = tmp_path / "__0_0.distcp", tmp_path / "__1_0.distcp"
     with hollow.open("wb") as file:
         file.write(b"x" * 5000)
@@ -297,16 +300,16 @@ def test_a_hole_vouches_for_no_metadata(tmp_path, monkeypatch):
         file.seek(1 << 30)
         file.write(b"y" * 5000)
     solid.write_bytes(b"z" * 50_000)
-    monkeypatch.setattr(dcp, "_BYTES_PER_SCALE", 20_000)
-    if hollow.stat().st_blocks * 512 > 1 << 20 or dcp._written(hollow) == 24 << 30:
+    monkeypatch.setattr(dcp_format, "_BYTES_PER_SCALE", 20_000)
+    if hollow.stat().st_blocks * 512 > 1 << 20 or dcp_format._written(hollow) == 24 << 30:
         pytest.skip("this file system keeps no holes, or does not tell of them")
-    assert 10_000 <= dcp._written(hollow) < 1 << 20
-    assert dcp._written(solid) == 50_000
+    assert 10_000 <= dcp_format._written(hollow) < 1 << 20
+    assert dcp_format._written(solid) == 50_000
     hollow.unlink()
-    assert dcp._scale(tmp_path) == 3
+    assert dcp_format._scale(tmp_path) == 3
     hollow.write_bytes(b"")
     with hollow.open("r+b") as file:
         file.truncate(24 << 30)
-    assert dcp._scale(tmp_path) == 3
-    monkeypatch.setattr(dcp, "_written", lambda path: path.stat().st_size)  # the control: by their sizes
-    assert dcp._scale(tmp_path) == 12
+    assert dcp_format._scale(tmp_path) == 3
+    monkeypatch.setattr(dcp_format, "_written", lambda path: path.stat().st_size)  # the control: by their sizes
+    assert dcp_format._scale(tmp_path) == 12
