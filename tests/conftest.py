@@ -11,8 +11,8 @@ from types import FrameType
 import pytest
 
 #: Seconds one test may take (set-up not counted); ``@pytest.mark.timeout(n)`` overrules.
-USUAL_LIMIT = 120
-SLOW_LIMIT = 900
+USUAL_LIMIT = 600  # nothing takes a tenth of it on a quiet machine
+SLOW_LIMIT = 1800
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -86,7 +86,7 @@ def test_templates_that_explode(template, monkeypatch, tmp_path):
     with pytest.raises(ConvertError, match=EXPLOSIVE[template]) as error:
         render(template, MESSAGES, special={})
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     assert len(str(error.value)) < 1000 and str(error.value).isprintable()
     assert not list(tmp_path.iterdir())
 

@@ -34,6 +34,8 @@ print("MEASURED", peak, times.user + times.system, file=sys.stderr)
 sys.exit(code)
 """
 MIB = 1 << 20
+#: How many times slower than the machine of the figures, which the limits of time are for, another one may be.
+SLOWER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,10 @@ def many(folder) -> sparse.Sparse:
 
 
 def within(ran: Ran, *, peak: float, seconds: float) -> None:
-    """Good, without a warning, in the memory allowed, and in processor time that no load of the machine changes."""
+    """Good, without a warning, in the memory allowed, and in processor time that load of the machine changes little."""
     assert ran.code == 0, ran.err
     assert ran.peak <= peak
-    assert ran.cpu <= seconds
+    assert ran.cpu <= seconds * SLOWER
 
 
 def test_the_files_take_no_room_and_others_read_them(llama):

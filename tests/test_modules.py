@@ -227,20 +227,20 @@ def test_options_that_do_not_fit(tmp_path):
 def test_memory_is_that_of_the_model(tmp_path):
     """In a process of its own: the peak grows by little more than the model, from files that need all the work."""
     script = """
-        import resource, sys
+        import sys
         from pathlib import Path
         import torch
         from llms_from_scratch.llama3 import Llama3Model
         import convert, convert.modules, convert.match, convert.formats.torch_zip
         sys.path.insert(0, sys.argv[2])
-        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        from tests.fixtures.peak import peak
         cfg = convert.load_scratch_config(sys.argv[1])
         before = peak()
         with convert.no_init():
             model = Llama3Model(cfg)
         convert.load_into(model, sys.argv[1], tie="copy")
         size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-        print(size, (peak() - before) / size)
+        print(size, (peak() - before) / 2**20 / size)
     """
     from safetensors.torch import save_file
 

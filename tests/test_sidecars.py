@@ -52,7 +52,7 @@ def load(folder: Path, other: Path | str = "") -> dict[str, object]:
         [sys.executable, "-c", LOAD, str(folder), str(other), WORDS],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -63,7 +63,7 @@ def said(folder: Path, name: str = "config.json") -> dict[str, object]:
     return json.loads((folder / name).read_text())
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

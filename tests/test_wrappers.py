@@ -312,5 +312,5 @@ def test_a_hostile_tree_is_walked_in_bounded_time() -> None:
     start = time.process_time()
     with pytest.raises(FormatError) as caught:
         unwrap(tree)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 10  # a tenth of a second on a quiet machine
     assert len(str(caught.value)) < 2000

@@ -157,5 +157,5 @@ def test_37000_tensors(tmp_path: Path) -> None:
             file.write(data)
     start = time.process_time()
     tree = torch_zip.read(path).metadata["tree"]
-    assert time.process_time() - start < 3  # 0.6 s on a quiet machine
+    assert time.process_time() - start < 15  # 0.6 s on a quiet machine
     assert list(tree) == names

@@ -27,7 +27,7 @@ server = xllamacpp.Server(params)
 def post(path, body):
     call = urllib.request.Request(server.listening_address + path, json.dumps(body).encode(),
                                   {"Content-Type": "application/json"})
-    return json.load(urllib.request.urlopen(call, timeout=30))
+    return json.load(urllib.request.urlopen(call, timeout=120))
 out = []
 for text in request["texts"]:
     ids = post("/tokenize", {"content": text, "add_special": request["add_special"],
@@ -45,7 +45,7 @@ def tokenize(
     pytest.importorskip("xllamacpp")
     request = {"path": str(path), "texts": list(texts), "add_special": add_special, "parse_special": parse_special}
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], input=json.dumps(request), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _SCRIPT], input=json.dumps(request), capture_output=True, text=True, timeout=300
     )
     for line in done.stdout.splitlines():
         if line.startswith("RESULT"):
