@@ -37,6 +37,15 @@ def share_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def few_threads() -> None:
+    """Keep numpy's BLAS from threads of its own, unless the environment says how many: for commands that run no model.
+
+    OpenBLAS starts one for every core, each with a buffer, when numpy is imported: a tenth of what ``inspect`` takes on
+    two cores. Such commands have their own threads. Must come before numpy is imported.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def pick_device(name: str = "auto") -> torch.device:
     """The torch device called ``name``; ``auto`` takes cuda, then mps, then cpu, as torch can use them.
 

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from convert import devices
 from convert.errors import UsageError
+from tests.fixtures.hf import make_hf
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -59,3 +64,37 @@ def test_threads_sleep_while_they_wait_unless_told_otherwise(monkeypatch, said, 
         monkeypatch.delenv("OMP_WAIT_POLICY")
     devices.share_cores()
     assert devices.os.environ["OMP_WAIT_POLICY"] == kept
+
+
+@pytest.mark.parametrize(("said", "kept"), [(None, "1"), ("3", "3")])
+def test_numpy_gets_no_threads_of_its_own_unless_told_otherwise(monkeypatch, said, kept):
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")  # so that it is put back afterwards
+    if said is None:
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    devices.few_threads()
+    assert devices.os.environ["OPENBLAS_NUM_THREADS"] == kept
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+@pytest.mark.parametrize("command", ["inspect", "validate", "diagnose"])
+def test_commands_that_run_no_model_start_no_threads_for_it(tmp_path, command):
+    """Asked before numpy is imported; the control, told a number, has as many as numpy alone starts then."""
+    made = make_hf(tmp_path / "m", "std").path
+    options = ["--probe-only"] if command == "diagnose" else []
+    code = (
+        "import os, sys, convert.cli; "
+        "assert 'numpy' not in sys.modules; "
+        "convert.cli.run(convert.cli.cli, sys.argv[1:]); "
+        "assert 'numpy' in sys.modules; "
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    words = [sys.executable, "-c", code, command, str(made), *options]
+
+    def threads(words: list[str], **more: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=env | more)
+        return done.stdout.split()[-1]
+
+    assert threads(words) == "1"
+    alone = [sys.executable, "-c", "import numpy, os; print(len(os.listdir('/proc/self/task')))"]
+    assert threads(words, OPENBLAS_NUM_THREADS="64") == threads(alone, OPENBLAS_NUM_THREADS="64")

@@ -50,10 +50,14 @@ def command(
     The numbers are looked at first; then the model runs on a text with every known fault undone in turn, and what makes
     it predict the text better than chance allows is the cause. Exit code 0: good, 1: broken, 3: undecided.
     """
-    from convert.devices import share_cores
+    from convert.devices import few_threads, share_cores
+
+    if probe_only:
+        few_threads()
+    else:
+        share_cores()
     from convert.diagnose import diagnose
 
-    share_cores()
     write_report = report_writer(report, quiet=quiet)
     with _progress(shown=not (quiet or as_json)) as on_step:
         result = diagnose(

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 @output_options
 def command(src: str, tensors: bool, as_json: bool, quiet: bool, debug: bool, **options: Any) -> int:
     """Say what the checkpoint SRC (a folder, a file, or org/name on the Hub) is, from its headers and samples."""
+    from convert.devices import few_threads
+
+    few_threads()
     from convert.inspect import inspect
 
     found = inspect(src, **{k: v for k, v in options.items() if v is not None})

@@ -42,6 +42,9 @@ def command(
     **options: Any,
 ) -> int:
     """Check the checkpoint SRC: every tensor once, right shapes, whole files. Exit code 0 (sound) or 1."""
+    from convert.devices import few_threads
+
+    few_threads()
     from convert.validate import validate
 
     with progress_bar(shown=(scan or hashes or checksums is not None) and not (as_json or quiet)) as progress:
