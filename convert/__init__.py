@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from convert.inspect import inspect
     from convert.modules import load_into
     from convert.no_init import no_init
+    from convert.repair import repair
     from convert.saving import save_model
     from convert.scratch_config import load_scratch_config
     from convert.tensor_comparison import compare_tensors
