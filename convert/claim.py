@@ -36,13 +36,14 @@ class Claim:
         folder: The partial folder.
         held: Whether it was taken, and is this run's to clear.
         done: Whether the output has its name.
+        given_back: Whether an older output got its name back, which a killed run had taken.
     """
 
     def __init__(self, out: Path, *, single: bool) -> None:
         self.out = landing(out, single=single)
         self.single = single
         self.folder = partial_folder(out, single=single)
-        self.held = self.done = False
+        self.held = self.done = self.given_back = False
         self._made = [p for p in self.out.parents if not p.exists()]
         self._seen = self._lying()
         self._lock = self.folder / LOCK_NAME
@@ -75,6 +76,28 @@ class Claim:
                     hint="Wait for it, or choose another output.",
                 )
             )
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Where names are not exchanged in one step, a run may have been killed between the two, or at what follows."""
+        marked = [path for path in self._replaced() if (path / LOCK_NAME).is_file()] if not self.single else []
+        for old in marked:
+            if os.path.lexists(self.out):
+                _clear(old)
+                continue
+            with contextlib.suppress(OSError):
+                os.replace(old, self.out)
+                (self.out / LOCK_NAME).unlink()
+                sync_folder(self.out.parent)
+                self._seen, self.given_back = self._lying(), True
+
+    def _replaced(self) -> list[Path]:
+        """Folders that are called as an older output is while the new one gets its name; no links."""
+        start = f"{self.out.name}.replaced"
+        named = [path for path in self.out.parent.iterdir() if path.name.startswith(start)]
+        return [
+            p for p in named if p.is_dir() and not p.is_symlink() and p.name[len(start) :].strip("0123456789") == ""
+        ]
 
     def _lying(self) -> frozenset[str]:
         """What lies in the output, or where its files will be."""
@@ -271,15 +294,16 @@ class Claim:
             marker.touch()  # says that the old folder may be cleared away, should we be killed at it
             sync_folder(self.out)
         try:
-            if exchange(self.folder, self.out):
-                self.done = True
-                sync_folder(self.out.parent)
-                _clear(self.folder)
-                return
-        finally:
-            if not self.done:
-                with contextlib.suppress(OSError):
-                    marker.unlink()
+            exchanged = exchange(self.folder, self.out)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                marker.unlink()
+            raise
+        if exchanged:
+            self.done = True
+            sync_folder(self.out.parent)
+            _clear(self.folder)
+            return
         names = (f"{self.out.name}.replaced{number or ''}" for number in itertools.count())
         old = next(path for path in map(self.out.with_name, names) if not os.path.lexists(path))
         os.replace(self.out, old)
@@ -288,8 +312,12 @@ class Claim:
         except BaseException:
             if not self.out.exists():
                 os.replace(old, self.out)
+                with contextlib.suppress(OSError):
+                    marker.unlink()
             raise
-        remove(old)
+        self.done = True
+        sync_folder(self.out.parent)  # before anything of the old one goes
+        _clear(old)
 
 
 def sweep(out: Path, *, single: bool) -> None:

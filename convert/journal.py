@@ -316,7 +316,7 @@ def fingerprint(plan: ConversionPlan) -> dict[str, Any]:
             for f, s in ((f, f.stat()) for f in source.files)
         ],
         "said of the source": _texts(source.options),
-        "request": _texts(plan.request),
+        "request": _texts(plan.request) | _repairs(plan),
         "tables": [table_hash(source.table.raw), table_hash(plan.table.raw), table_hash(plan.config)],
         "layout": _hash([files, outputs, source.pairing, sorted((plan.table.names or {}).items()), plan.tied]),
     }
@@ -332,6 +332,11 @@ def _texts(options: Any) -> dict[str, str]:
         elif value not in (None, (), [], {}) and field.name not in _ELSEWHERE:
             out[field.name] = json.dumps(value, default=str).strip('"')  # a list and a tuple say the same
     return out
+
+
+def _repairs(plan: ConversionPlan) -> dict[str, str]:
+    fixes = [fix["fix"] for fix in plan.repair.get("fixes", ())]
+    return {"fix": ", ".join(fixes)} if fixes else {}
 
 
 def _hash(value: Any) -> str:

@@ -126,6 +126,7 @@ def repair(
     fixes: Sequence[str],
     overwrite: bool = False,
     force: bool = False,
+    resume: bool = False,
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
@@ -139,9 +140,10 @@ def repair(
         fixes: Names of fixes, applied in this order (:func:`known_fixes`).
         overwrite: Replace an existing output.
         force: Write although free space or memory look too small.
+        resume: Go on from what an earlier run of the same repair left, and leave what is finished should this one stop.
         threads: Workers.
         progress: Called with the number of bytes written since the last call, from any thread.
-        cancel: Set it to stop; the partial output is removed.
+        cancel: Set it to stop; the partial output is removed (kept with ``resume``).
         **options: As :func:`convert.checkpoint.open_checkpoint` takes them.
 
     Raises:
@@ -149,10 +151,9 @@ def repair(
         ConvertError: A fix does not apply, the source is damaged, or what no fix touches came out differently.
     """
     plan = plan_repair(src, fixes, **options)
+    how = {"overwrite": overwrite, "force": force, "resume": resume, "threads": threads}
     try:
-        return carry_out(
-            plan, Path(out), overwrite=overwrite, force=force, threads=threads, progress=progress, cancel=cancel
-        )
+        return carry_out(plan, Path(out), progress=progress, cancel=cancel, **how)
     finally:
         if plan.source is not src:
             plan.source.close()

@@ -43,7 +43,7 @@ class Summary:
         bytes_written: Bytes of the output.
         seconds: Wall time, plan excluded.
         notes: Everything assumed, substituted, dropped or ignored.
-        underflowed: Non-zero values that became zero in a narrower type.
+        underflowed: Non-zero values that became zero in a narrower type, or as good as zero in blocks.
         clamped: Values too large for a narrower type that became its largest.
         resumed: Bytes that an earlier run had written, and that were compared with the source.
         checked_blocks: Blocks (with a full check: tensors) that were re-read and compared.
@@ -140,6 +140,8 @@ def run(
     complete = False
     try:
         claim.take()
+        if claim.given_back:
+            check_target(plan, out, overwrite=overwrite, force=True, resume=resume)
         with reading(plan.source.path):
             identity = fingerprint(plan)
         cleared = 0 if resume else claim.clear()

@@ -98,6 +98,30 @@ def test_killed_while_the_old_folder_is_removed(plan, tmp_path, monkeypatch):
     assert names(tmp_path) == {"source", "out"} and LOCK_NAME not in names(tmp_path / "out")
 
 
+@pytest.mark.parametrize("how", ["again", "asked before", "anothers"])
+@pytest.mark.parametrize("named", [False, True])
+def test_killed_between_two_renames(plan, tmp_path, monkeypatch, how, named):
+    """Where names are not exchanged in one step, an older output gets its name back; it is told by our marker."""
+    monkeypatch.setattr(platform, "DISABLED", {"renameat2"})
+    out, aside = tmp_path / "out", tmp_path / "out.replaced"
+    run(plan, out)
+    (out / "README.md").write_text("of the older one")
+    out.rename(aside)
+    if how != "anothers":
+        (aside / ".lock").touch()
+    if named:  # the kill came when the new output had its name
+        run(plan, tmp_path / "new")
+        (tmp_path / "new").rename(out)
+    if how == "asked before" and not named:
+        with pytest.raises(UsageError, match="exists already"):
+            run(plan, out)
+        assert (out / "README.md").exists() and names(tmp_path) == {"source", "out"} and ".lock" not in names(out)
+    run(plan, out, overwrite=True)
+    assert names(tmp_path) == {"source", "out", *({"out.replaced"} if how == "anothers" else ())}
+    assert not (out / "README.md").exists() and ".lock" not in names(out)
+    assert how != "anothers" or (aside / "README.md").exists()
+
+
 def test_a_spent_partial_folder_is_swept_away(plan, tmp_path):
     """Killed when only the lock was left to remove: the next run, which finds the output there, removes it."""
     run(plan, tmp_path / "out")

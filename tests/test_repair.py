@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from safetensors.torch import load_file, save_file
 import convert
 from convert.errors import ConvertError, UsageError
 from convert.repair import applicable_fixes, known_fixes, plan_repair, repair
+from convert.run import Cancelled
 from tests.fixtures.hf import make_hf
 from tests.fixtures.planted import FAULTS, plant, to_half, to_interleaved
 from tests.fixtures.shapes import SHAPES, Shape
+from tests.trust.kinds import hashes
 
 #: 8 heads and 2; three layers, so that neighbours can be exchanged; o_proj is square; rows are whole blocks of 32.
 #: Heads of 16 rows: with 8, permuting twice is permuting back, and K as 8 heads is left alone.
@@ -303,3 +306,19 @@ def test_command(tmp_path, capsys):
     assert "unpermute-qk" in capsys.readouterr().out
     assert main(cli, ["repair", source, "--list"]) == 0
     assert "exchange-layers" in capsys.readouterr().out
+
+
+def test_a_stopped_repair_goes_on_where_it_was(tmp_path):
+    """With --resume, to the same bytes; what another fix has left is not gone on from."""
+    broken, out = make_hf(tmp_path / "broken", SHAPE).path, tmp_path / "out"
+    wanted = repair(broken, tmp_path / "wanted", fixes=["swap-gate-up"]).summary.out
+    cancel = threading.Event()
+    with pytest.raises(Cancelled):
+        repair(
+            broken, out, fixes=["swap-gate-up"], resume=True, threads=1, cancel=cancel, progress=lambda _: cancel.set()
+        )
+    assert (tmp_path / "out.partial").exists()
+    with pytest.raises(ConvertError, match="fix was swap-gate-up, is unpermute-qk"):
+        repair(broken, out, fixes=["unpermute-qk"], resume=True)
+    assert repair(broken, out, fixes=["swap-gate-up"], resume=True).summary.resumed > 0
+    assert hashes(out) == hashes(wanted) and not (tmp_path / "out.partial").exists()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 )
 @click.option("--list", "list_", is_flag=True, help="Say which fixes there are; with SRC, which of them fit it.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@click.option("--resume", is_flag=True, help="Go on from what a stopped run left; leave what is finished if stopped.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Workers.")
 @click.option("--force", is_flag=True, help="Go on although disk space or memory look too small.")
@@ -39,7 +40,7 @@ def command(src: str | None, out: str | None, as_json: bool, quiet: bool, debug:
     afterwards, bit for bit. `convert diagnose SRC` says which fix is needed.
     """
     fixes, list_ = options.pop("fixes"), options.pop("list_")
-    how = {key: options.pop(key) for key in ("overwrite", "dry_run", "threads", "force")}
+    how = {key: options.pop(key) for key in ("overwrite", "resume", "dry_run", "threads", "force")}
     said = {key: value for key, value in options.items() if value is not None}
     if list_:
         return _list(src, said, as_json=as_json)
