@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hashlib
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import convert
-from convert import journal, plan, writer
+from convert import journal, plan, platform, writer
+from convert.hub import stream
 from convert.run import Summary, run
 from tests.fixtures import Shape, make_gguf, make_hf, make_meta, make_scratch
 
@@ -30,6 +35,8 @@ class Kind:
         options: Options of the conversion.
         overwrite: Whether an older output lies there, made of ``older``.
         older: The source of that older output.
+        way: ``plain``; ``hub``: read from a hub on loopback, nothing downloaded; ``repair``: by ``options["fixes"]``.
+        missing: Calls that this system does not have (:data:`convert.platform.DISABLED`).
     """
 
     name: str
@@ -38,6 +45,8 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
     overwrite: bool = False
     older: str = "other"
+    way: str = "plain"
+    missing: frozenset[str] = frozenset()
 
     def out(self, folder: Path) -> Path:
         """Where its output goes."""
@@ -62,6 +71,18 @@ KINDS = (
     Kind("hf-to-gguf --overwrite", "hf", "gguf", {"type": "q8_0", "tokenizer": False}, overwrite=True),
     Kind("hf-to-gguf, split, --overwrite", "hf", "gguf", SPLIT, overwrite=True),
 )
+#: As on a system that cannot exchange two names in one step: for a moment there is no output.
+_ASIDE = "out.replaced/"
+_NO_EXCHANGE = frozenset({"renameat2"})
+#: Other ways to the same engine: killed and cut as those above are, and not subjected to every other fault.
+MORE_KINDS = (
+    Kind("repair", "hf", "hf", {"fixes": ("swap-gate-up", "unpermute-qk")}, way="repair"),
+    Kind("repair --overwrite, a GGUF file", "gguf", "gguf", {"fixes": ("unpermute-qk",)}, overwrite=True, way="repair"),
+    Kind("hf-to-scratch --no-download", "hf", "scratch", way="hub"),
+    Kind("hf-to-gguf --type q8_0 --no-download", "hf", "gguf", {"type": "q8_0", "tokenizer": False}, way="hub"),
+    Kind("hf-to-scratch --overwrite, no renameat2", "hf", "scratch", overwrite=True, missing=_NO_EXCHANGE),
+)
+ALL_KINDS = (*KINDS, *MORE_KINDS)
 
 SOURCES = {
     "hf": lambda path: make_hf(path, SHAPE, dtype="bfloat16", sharded=2),
@@ -86,16 +107,46 @@ def small_pieces() -> None:
     plan.PIECE_BYTES = 32 << 10
     writer.COPY_BYTES = 64 << 10
     journal.BATCH_BYTES = 128 << 10
+    stream.CHUNK_BYTES, stream.WINDOW_BYTES = 256 << 10, 2 << 20
 
 
 @contextlib.contextmanager
 def kept_sizes() -> Iterator[None]:
     """Afterwards pieces are as large as before: for tests that call :func:`small_pieces`."""
     before = plan.PIECE_BYTES, writer.COPY_BYTES, journal.BATCH_BYTES
+    chunks = stream.CHUNK_BYTES, stream.WINDOW_BYTES
     try:
         yield
     finally:
         plan.PIECE_BYTES, writer.COPY_BYTES, journal.BATCH_BYTES = before
+        stream.CHUNK_BYTES, stream.WINDOW_BYTES = chunks
+
+
+@functools.cache
+def hub() -> Any:
+    """A hub on loopback, to which ``huggingface_hub`` is turned for as long as this process lasts."""
+    from huggingface_hub import constants
+
+    from tests.hub.server import Hub
+
+    server = Hub()
+    cache = tempfile.mkdtemp(prefix="hub-cache-")
+    atexit.register(shutil.rmtree, cache, True)
+    for name, value in {
+        "HF_HUB_OFFLINE": False,
+        "ENDPOINT": server.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": cache,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_DISABLE_SHARED_BLOBS": True,
+        "HF_TOKEN_PATH": os.path.join(cache, "no token"),
+    }.items():
+        if hasattr(constants, name):
+            setattr(constants, name, value)
+    os.environ.pop("HF_TOKEN", None)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    tempfile.tempdir = cache  # what killed runs have there goes, too
+    return server
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -121,9 +172,8 @@ class Scene:
         self.kept = folder / f"older-{abs(hash(kind.name))}"
         if kind.overwrite:
             self.clear()
-            convert.convert_checkpoint(
-                make_source(kind.older, folder), kind.out(self.place), to=kind.to, **kind.options
-            )
+            options = kind.options if kind.way != "repair" else {"tokenizer": False}
+            convert.convert_checkpoint(make_source(kind.older, folder), kind.out(self.place), to=kind.to, **options)
             self.old = outputs(self.place)
             shutil.rmtree(self.kept, ignore_errors=True)
             self.place.rename(self.kept)
@@ -140,16 +190,35 @@ class Scene:
         else:
             self.place.mkdir(parents=True)
 
-    def convert(self, *, resume: bool = False, check: str = "sampled") -> Summary:
-        """Run the conversion."""
-        with convert.open_checkpoint(self.source) as opened:
-            return run(
-                convert.plan_conversion(opened, self.kind.to, **self.kind.options),
-                self.kind.out(self.place),
-                overwrite=self.kind.overwrite,
-                resume=resume,
-                check=check,
-            )
+    def convert(self, *, resume: bool = False, check: str = "sampled", overwrite: bool | None = None) -> Summary:
+        """Run the conversion; ``overwrite``: otherwise than its kind says."""
+        kind, out = self.kind, self.kind.out(self.place)
+        how: dict[str, Any] = {"overwrite": kind.overwrite if overwrite is None else overwrite, "resume": resume}
+        platform.DISABLED.update(kind.missing)
+        try:
+            if kind.way == "repair":
+                return convert.repair(self.source, out, **kind.options, **how).summary
+            source = self.source if kind.way == "plain" else self._on_the_hub()
+            with convert.open_checkpoint(source) as opened:
+                return run(convert.plan_conversion(opened, kind.to, **kind.options), out, check=check, **how)
+        finally:
+            platform.DISABLED.difference_update(kind.missing)
+
+    def _on_the_hub(self) -> Any:
+        from huggingface_hub.utils import close_session
+
+        from convert.hub.place import place
+        from tests.hub.server import Repo
+
+        repo = f"org/{self.kind.source}"
+        files = {p.relative_to(self.source).as_posix(): p for p in self.source.rglob("*") if p.is_file()}
+        hub().repos.setdefault(repo, Repo({name: path.read_bytes() for name, path in files.items()}))
+        close_session()  # a forked process has no use for its parent's connections
+        return place(repo, way="stream")
+
+    def there(self) -> dict[str, str]:
+        """As :func:`outputs`, but for an older output that stands aside while names cannot be exchanged."""
+        return {k: v for k, v in outputs(self.place).items() if not (self.kind.missing and k.startswith(_ASIDE))}
 
     def judge(self) -> str | None:
         """What is wrong with what lies under the output's name after a run ended anywhere; None if nothing is.
@@ -162,6 +231,11 @@ class Scene:
         there = outputs(self.place)
         if self.kind.to != "gguf":
             there = {k: v for k, v in there.items() if Path(k).name != ".lock"}  # says whose the folder is
+            if self.kind.missing:  # the older output, whole while there is no other; the next run brings it back
+                aside = {k[len(_ASIDE) :]: v for k, v in there.items() if k.startswith(_ASIDE)}
+                there = {k: v for k, v in there.items() if not k.startswith(_ASIDE)}
+                if aside and {f"out/{k}": v for k, v in aside.items()} != self.old and there != self.wanted:
+                    return f"the older output is no more, and there is no other: {sorted(there)}"
             return None if there in ({}, self.old, self.wanted) else f"half an output: {sorted(there)}"
         weights = {k: v for k, v in there.items() if k.endswith(".gguf")}
         for whole in (self.old, self.wanted):
