@@ -23,15 +23,17 @@ _PIECE = 1 << 15
 
 @dataclass(slots=True)
 class CastLoss:
-    """What narrowing did to values: finite → infinite, and non-zero → zero."""
+    """What narrowing did to values: finite → infinite, and non-zero → zero; and what was NaN or infinite before."""
 
     overflowed: int = 0
     underflowed: int = 0
+    not_finite: int = 0
 
     def add(self, other: CastLoss) -> None:
         """Accumulate ``other``."""
         self.overflowed += other.overflowed
         self.underflowed += other.underflowed
+        self.not_finite += other.not_finite
 
 
 def to_float32(values: Array, dtype: str, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
@@ -102,7 +104,7 @@ def cast(values: Array, source: str, target: str, loss: CastLoss | None = None) 
         values: Raw values in the storage type of ``source``.
         source: Canonical name of a plain type.
         target: Canonical name of a plain floating-point type.
-        loss: Where overflow and underflow are counted, if given.
+        loss: Where overflow, underflow, and what was NaN or infinite before are counted in narrowing, if given.
 
     Returns:
         The values in the storage type of ``target``; ``values`` itself when the types are equal.
@@ -129,9 +131,7 @@ def cast(values: Array, source: str, target: str, loss: CastLoss | None = None) 
 
 
 def _count(before: Array, after: Array, loss: CastLoss) -> None:
-    infinite = int(np.count_nonzero(np.isinf(after)))
-    if infinite:
-        loss.overflowed += infinite - int(np.count_nonzero(np.isinf(before)))
+    _count_infinite(before, int(np.count_nonzero(~np.isfinite(after))), loss)
     zeros = int(after.size - np.count_nonzero(after))
     if zeros:
         loss.underflowed += zeros - int(before.size - np.count_nonzero(before))
@@ -141,9 +141,15 @@ def _count_narrow(before: Array, after: Array, infinity: int, loss: CastLoss) ->
     # On the 16-bit patterns: integer compares on half the bytes are several times faster than isinf, and comparing with
     # zero is four times faster than numpy's count of non-zero floats.
     magnitude = after.view(np.uint16) & np.uint16(0x7FFF)
-    infinite = int(np.count_nonzero(magnitude == infinity))
-    if infinite:
-        loss.overflowed += infinite - int(np.count_nonzero(np.isinf(before)))
+    _count_infinite(before, int(np.count_nonzero(magnitude >= infinity)), loss)
     zeros = int(magnitude.size - np.count_nonzero(magnitude))
     if zeros:
         loss.underflowed += zeros - int(np.count_nonzero(before == 0))
+
+
+def _count_infinite(before: Array, after: int, loss: CastLoss) -> None:
+    """Tell values that became infinite from those that were no finite numbers; NaN and infinity stay what they are."""
+    if after:
+        there = int(np.count_nonzero(~np.isfinite(before)))
+        loss.overflowed += after - there
+        loss.not_finite += there

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from convert.cast import CastLoss
 from convert.clamp import within
-from convert.dtypes import TORCH_NAMES
+from convert.dtypes import DTYPES, TORCH_NAMES
 from convert.float8 import Float8
 from convert.source import Source
 
@@ -29,7 +29,7 @@ class Lost:
     Attributes:
         name: The tensor's.
         size: Its values.
-        loss: Too large ones and vanished ones.
+        loss: Too large ones, vanished ones, and those that were no numbers before.
         dtypes: Of the types that they were narrowed to, and lost in.
         scaled: Whether some of them were lost as products of FP8 codes and scales.
     """
@@ -49,7 +49,7 @@ def lost(tensors: Iterable[tuple[str, Source]]) -> list[Lost]:
         one = Lost(name, math.prod(source.shape), CastLoss(), (), False)
         for part in within(source):
             loss = getattr(part, "loss", None)
-            if not isinstance(loss, CastLoss) or id(part) in seen or not (loss.overflowed or loss.underflowed):
+            if not isinstance(loss, CastLoss) or id(part) in seen or loss == CastLoss():
                 continue
             seen.add(id(part))
             one.loss.add(loss)
@@ -61,18 +61,34 @@ def lost(tensors: Iterable[tuple[str, Source]]) -> list[Lost]:
 
 
 def loss_notes(tensors: list[Lost], *, option: str = "--dtype") -> list[str]:
-    """What to tell of them: one sentence of underflow and one of clamping, where there was some.
+    """What to tell of them: one sentence for each kind of loss that there was.
 
     Args:
         tensors: What :func:`lost` found.
         option: How another type is asked for: ``--dtype``, ``--type`` for GGUF, or ``dtype=`` in a program.
     """
     out = []
-    small = sorted((t for t in tensors if t.loss.underflowed), key=lambda t: -t.loss.underflowed)
+    tensors = sorted(tensors, key=lambda t: -t.loss.underflowed)
+    blocks = [t for t in tensors if t.loss.underflowed and any(DTYPES[d].is_quantized for d in t.dtypes)]
+    if blocks:
+        kinds = " and ".join(dict.fromkeys(d for t in blocks for d in t.dtypes if DTYPES[d].is_quantized))
+        counts = [t.loss.underflowed for t in blocks]
+        out.append(
+            f"{sum(counts):,} values are too small for the scales of their blocks ({kinds}) and as good as zero: "
+            f"{_where(blocks, counts)}; where they matter, keep such a tensor wider: --tensor-type NAME=bf16"
+        )
+    small = [t for t in tensors if t.loss.underflowed and t not in blocks]
     if small:
         out.append(
             f"{sum(t.loss.underflowed for t in small):,} non-zero values became zero in the narrower type: "
             f"{_where(small, [t.loss.underflowed for t in small])}; {_advice(small, option)}"
+        )
+    odd = sorted((t for t in tensors if t.loss.not_finite), key=lambda t: -t.loss.not_finite)
+    if odd:
+        counts = [t.loss.not_finite for t in odd]
+        out.append(
+            f"{sum(counts):,} values are NaN or infinite in the source and stay so: {_where(odd, counts)}; no "
+            "conversion can mend them, and validate --scan tells more"
         )
     large = sorted((t for t in tensors if t.loss.overflowed), key=lambda t: -t.loss.overflowed)
     if large:

@@ -38,6 +38,17 @@ _SAFE = 32752.0
 #: infinite sums and writes a block of near zeros (Q3_K, Q6_K).
 _MOST = 65504.0 * 128 * 32
 
+#: NVFP4's scales are E4M3 (448) and its codes at most 6: what is larger is cut off, without a NaN to tell.
+_NVFP4_MOST = 448.0 * 6
+
+#: Where in a block its float16 scale lies, in bytes (ggml-common.h); zero or subnormal, it has few bits or none.
+_SCALE_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64} | dict.fromkeys(
+    ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"), 0
+)
+
+#: The share of a block's energy that its error must have for the block to be lost: hardly better than zeros.
+_LOST = 0.9
+
 
 def writable_types() -> frozenset[str]:
     """The block types that can be written on this machine (without ggml: no K types)."""
@@ -103,7 +114,7 @@ class Dequantized(Source):
         dtype: ``F32``, ``F16`` or ``BF16``; what narrowing lost is counted in :attr:`loss`.
 
     Attributes:
-        loss: Overflow and underflow in narrowing to ``dtype``.
+        loss: Overflow and underflow in narrowing to ``dtype``; values that a damaged scale makes NaN or infinite.
         clamp: Whether what overflows becomes the type's largest value.
     """
 
@@ -147,12 +158,14 @@ class Dequantized(Source):
             piece = blocks[first : first + count // kind.block * kind.block_bytes].reshape(1, -1)
             values: NDArray[Any] = out[at : at + count] if scratch is None else scratch[:count]
             dequantize(piece, name, out=values.reshape(1, -1))
+            if scratch is None and not math.isfinite(largest_of(values, "F32")):
+                loss.not_finite += int(np.count_nonzero(~np.isfinite(values)))
             if scratch is not None:
                 narrow = cast(values, "F32", self.dtype, loss)
                 if self.clamp and loss.overflowed:
                     narrow = clamp(values, "F32", narrow, self.dtype)
                 out[at : at + count] = narrow
-        if loss.overflowed or loss.underflowed:
+        if loss != CastLoss():
             with self._lock:
                 self.loss.add(loss)
         return out.reshape(shape)
@@ -167,6 +180,10 @@ class Quantized(Source):
         source: Rows of ``F32``, ``F16``, ``BF16`` or ``F64``; at least two dimensions.
         dtype: A block type.
         tensor: The tensor's name, for messages.
+
+    Attributes:
+        loss: As underflow, the values of blocks that come back no better than zeros would be: too small for the scale.
+        clamp: Changes nothing here: what is too large for a scale is refused.
 
     Raises:
         ValueError: The rows are not whole blocks (falling back is the planner's business).
@@ -185,6 +202,10 @@ class Quantized(Source):
         self.tensor = tensor
         self.shape = source.shape
         self.align = source.align
+        self.loss = CastLoss()
+        self.clamp = False
+        self._lock = threading.Lock()
+        self._safe = _NVFP4_MOST if dtype == "NVFP4" else _SAFE
 
     @property
     def whole(self) -> bool:
@@ -203,6 +224,7 @@ class Quantized(Source):
         out = np.empty(values.size // kind.block * kind.block_bytes, np.uint8)
         fast = self.dtype == "Q8_0" and self.source.dtype in ("F16", "BF16") and ggml.available()
         scratch = np.empty(min(PIECE, values.size), np.float32)
+        lost = 0
         for at in range(0, values.size, PIECE):
             piece = values[at : at + PIECE]
             largest = largest_of(piece, self.source.dtype)
@@ -215,9 +237,34 @@ class Quantized(Source):
                 quantize_q8_0(wide, piece, self.source.dtype, blocks)
             else:
                 quantize(wide.reshape(1, -1), self.dtype, out=blocks.reshape(1, -1))
-            if largest > _SAFE:
+            if largest > self._safe:
                 self._check_scales(blocks, wide, start, at)
+            lost += self._lost(blocks, wide)
+        if lost:
+            with self._lock:
+                self.loss.underflowed += lost
         return out.reshape(stop - start, *self.shape[1:-1], -1)
+
+    def _lost(self, blocks: NDArray[np.uint8], wide: NDArray[np.float32]) -> int:
+        """How many values lie in blocks whose scale float16 could not hold, so that zeros would do as well."""
+        kind = DTYPES[self.dtype]
+        at = _SCALE_AT.get(self.dtype)
+        if at is None:  # scales of other types
+            few = np.arange(wide.size // kind.block)
+        else:
+            scales = blocks.view(np.uint16)[at // 2 :: kind.block_bytes // 2]
+            few = np.flatnonzero((scales & np.uint16(0x7C00)) == 0)
+        if not few.size:
+            return 0
+        before = wide.reshape(-1, kind.block)[few]
+        there = before.any(axis=1)  # of zeros nothing is lost
+        if not there.any():
+            return 0
+        before, few = before[there], few[there]
+        back = dequantize(blocks.reshape(-1, kind.block_bytes)[few].reshape(1, -1), self.dtype).reshape(before.shape)
+        before, back = before.astype(np.float64), back.astype(np.float64)
+        gone = np.square(back - before).sum(axis=1) >= _LOST * np.square(before).sum(axis=1)
+        return int(np.count_nonzero(before[gone]))
 
     def _row(self, start: int, element: int) -> int:
         """The row, counted over all leading dimensions, of an element of the block that begins at ``start``."""
@@ -226,7 +273,8 @@ class Quantized(Source):
     def _check_scales(self, blocks: NDArray[np.uint8], wide: NDArray[np.float32], start: int, at: int) -> None:
         """Judge large values by what comes back: an infinite scale makes a whole block NaN or infinite."""
         back = dequantize(blocks.reshape(1, -1), self.dtype)[0]
-        bad = np.flatnonzero(~np.isfinite(back) | (np.abs(wide) > _MOST))
+        most = _NVFP4_MOST if self.dtype == "NVFP4" else _MOST
+        bad = np.flatnonzero(~np.isfinite(back) | (np.abs(wide) > most))
         if not bad.size:
             return
         row = self._row(start, at + int(bad[0]))
@@ -237,8 +285,8 @@ class Quantized(Source):
         raise ConvertError(
             Problem(
                 "scale_overflow",
-                f"{self.tensor!r} cannot be quantised to {self.dtype}: values up to {largest:.4g} make the float16 "
-                f"scale of {lost:,} blocks of {block} infinite, the first in row {row:,}.",
+                f"{self.tensor!r} cannot be quantised to {self.dtype}: values up to {largest:.4g} are too large "
+                f"for the scale of {lost:,} blocks of {block}, the first in row {row:,}.",
                 tensor=self.tensor,
                 found={"row": row, "count": int(lost), "largest": largest},
                 hint=f"Keep this tensor wider: `--tensor-type {self.tensor}=f32`.",

@@ -393,7 +393,7 @@ class Cast(Source):
             from convert.clamp import clamp
 
             out = clamp(block, self.source.dtype, out, self.dtype)
-        if loss.overflowed or loss.underflowed:
+        if loss != CastLoss():
             with self._lock:
                 self.loss.add(loss)
         return out

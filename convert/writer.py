@@ -355,6 +355,7 @@ class Writer:
         counts = {
             "underflowed": sum(c.loss.underflowed for c in self.casts),
             "clamped": sum(c.loss.overflowed for c in self.casts if c.clamp),
+            "not_finite": sum(c.loss.not_finite for c in self.casts),
         }
         return {kind: count for kind, count in counts.items() if count}
 

@@ -171,6 +171,7 @@ def test_too_large_and_too_small_are_counted(source):
     # in bfloat16, 65504 is 65536, which float16 does not hold
     assert loss.overflowed == (3 if source == "BF16" else 2)
     assert loss.underflowed == 2  # zeros were zeros before; 1e-7 is a subnormal
+    assert loss.not_finite == 2
 
 
 @pytest.mark.parametrize("target", ["F32", "F16", "BF16"])
@@ -178,10 +179,10 @@ def test_losses_of_float64_are_counted_from_its_own_values(target):
     values = np.array([1e300, -1e39, 1e-300, -1e-60, 0.0, -0.0, np.inf, -np.inf, np.nan, 1.5])
     loss = CastLoss()
     cast(values, "F64", target, loss)
-    assert (loss.overflowed, loss.underflowed) == (2, 2)
-    other = CastLoss(1, 1)
+    assert loss == CastLoss(2, 2, 3)
+    other = CastLoss(1, 1, 1)
     other.add(loss)
-    assert other == CastLoss(3, 3)
+    assert other == CastLoss(3, 3, 4)
 
 
 @pytest.mark.parametrize(("source", "target"), [("F16", "F32"), ("BF16", "F32"), ("F32", "F64"), ("F16", "F64")])

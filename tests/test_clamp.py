@@ -94,6 +94,8 @@ def test_infinity_and_nan_are_not_clamped(made, tmp_path):
     summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="hf", dtype="float16", clamp=True)
     found = load_file(tmp_path / "out" / "model.safetensors")[UP].view(-1)
     assert summary.clamped == 0
+    (note,) = [n for n in summary.notes if "3 values are NaN or infinite in the source and stay so" in n]
+    assert f"3 of {state[UP].numel():,} in {UP!r}" in note and "validate --scan" in note
     assert found[0] == float("inf") and found[1] == float("-inf") and found[2].isnan()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,34 @@ def test_what_to_do_follows_from_the_type(dtype, option, words):
 def test_fp8_with_scales_of_zero_is_not_called_harmless():
     (note,) = loss_notes([one("w", 3, dtype="F32", scaled=True)])
     assert "scale that is zero" in note and "harmless" not in note
+
+
+def test_blocks_and_what_was_no_number_have_sentences_of_their_own():
+    blocks = Lost("v", 512, CastLoss(0, 256), ("Q6_K",), False)
+    odd = Lost("u", 512, CastLoss(0, 0, 7), ("F16",), False)
+    notes = loss_notes([one("w", 3), blocks, odd], option="--type")
+    assert len(notes) == 3
+    assert notes[0].startswith(
+        "256 values are too small for the scales of their blocks (Q6_K) and as good as zero: 256 of"
+    )
+    assert "--tensor-type NAME=bf16" in notes[0] and notes[1].startswith("3 non-zero values")
+    assert notes[2].startswith("7 values are NaN or infinite in the source and stay so: 7 of 512 in 'u'")
+
+
+def test_a_gguf_file_tells_of_blocks_that_vanish(tmp_path):
+    made = make_hf(tmp_path / "source", "gqa8", dtype="bfloat16")
+    state = load_file(made.path / "model.safetensors")
+    notes = {}
+    for factor in (1e-7, 1.0):
+        changed = dict(state) | {UP: state[UP] * factor}
+        save_file(changed, made.path / "model.safetensors", metadata={"format": "pt"})
+        done = convert.convert_checkpoint(
+            made.path, tmp_path / f"{factor}.gguf", to="gguf", type="q8_0", tokenizer=False
+        )
+        notes[factor] = [n for n in done.notes if "as good as zero" in n]
+        record = json.loads((tmp_path / f"{factor}.gguf.conversion.json").read_text())
+        assert bool(record.get("losses")) == (factor < 1) and bool(done.underflowed) == (factor < 1)
+    assert len(notes[1e-7]) == 1 and "'blk.0.ffn_up.weight'" in notes[1e-7][0] and notes[1.0] == []
 
 
 def test_a_tensor_that_vanishes_is_told(tmp_path):

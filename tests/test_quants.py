@@ -263,6 +263,72 @@ def test_a_k_type_overflows_with_a_message_too(name: str) -> None:
         Quantized(Memory(values, "F32"), name, tensor="w").read(0, 3)
 
 
+@pytest.mark.parametrize("name", [*PLAIN, "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "NVFP4"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_blocks_too_small_for_their_scale_are_counted(either: str, name: str, dtype: str) -> None:
+    """By what the gguf package makes of the bytes; ggml writes such blocks without a word, as zeros or as nonsense."""
+    if name not in quants.writable_types():
+        pytest.skip("ggml alone writes it")
+    values = normal(4, 1024)
+    values[1] *= {"MXFP4": 1e-38}.get(name, 1e-7)
+    values[2, :512] = 0.0
+    values[3, 256:512] *= 1e-5
+    raw = stored(values, dtype)
+    wide = to_float32(raw, dtype).astype(np.float64)
+    source = Quantized(Memory(raw, dtype), name, tensor="w")
+    back = gguf.quants.dequantize(source.read(0, 4), gguf.GGMLQuantizationType[name]).astype(np.float64)
+    block = DTYPES[name].block
+    a, b = wide.reshape(-1, block), back.reshape(-1, block)
+    gone = (a.any(axis=1)) & (((a - b) ** 2).sum(axis=1) >= 0.9 * (a**2).sum(axis=1))
+    assert source.loss.underflowed == np.count_nonzero(a[gone]) > 800 and source.loss.overflowed == 0
+    again = Quantized(Memory(raw, dtype), name, tensor="w")
+    for start in range(4):
+        again.read(start, start + 1)
+    assert again.loss == source.loss
+    for sound in (normal(4, 1024), np.zeros((4, 1024), np.float32), np.ones((4, 1024), np.float32)):  # the control
+        if name == "NVFP4":  # its scale cannot be smaller than 2^-9, so weights have to be larger
+            sound = sound * 100
+        other = Quantized(Memory(stored(sound, dtype), dtype), name, tensor="w")
+        other.read(0, 4)
+        assert other.loss.underflowed == 0, sound[0, :3]
+
+
+@needs_ggml
+def test_what_nvfp4_would_cut_off_is_refused() -> None:
+    values = normal(4, 128, 100.0)
+    values[2, 70] = 2689.0
+    source = Quantized(Memory(values, "F32"), "NVFP4", tensor="w")
+    with pytest.raises(ConvertError, match="too large for the scale") as caught:
+        source.read(0, 4)
+    assert caught.value.problems[0].found == {"row": 2, "count": 1, "largest": 2689.0}
+    values[2, 70] = 2688.0  # the control: the largest that it holds
+    back = quants.dequantize(Quantized(Memory(values, "F32"), "NVFP4", tensor="w").read(0, 4), "NVFP4")
+    assert back[2, 70] == 2688.0
+
+
+@pytest.mark.parametrize("bad", [0x7C00, 0xFC00, 0x7E01])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize(
+    ("name", "at"), [("Q8_0", 0), ("Q4_1", 0), ("Q4_1", 2), ("Q4_K", 0), ("Q4_K", 2), ("Q6_K", 208)]
+)
+def test_values_of_a_damaged_scale_are_counted(either: str, name: str, at: int, dtype: str, bad: int) -> None:
+    """Infinite or no number, in the block's scale or minimum: as many as the gguf package has."""
+    blocks = np.ascontiguousarray(gguf.quants.quantize(normal(8, 512), gguf.GGMLQuantizationType.Q8_0))
+    if name != "Q8_0":
+        kind = DTYPES[name]
+        blocks = np.full((8, 512 // kind.block * kind.block_bytes), 0x11, np.uint8)
+    sound = Dequantized(Memory(blocks.copy(), name, (8, 512)), dtype)
+    sound.read(0, 8)
+    assert sound.loss.not_finite == 0  # the control
+    blocks[5, at : at + 2] = np.frombuffer(np.uint16(bad).tobytes(), np.uint8)
+    with np.errstate(all="ignore"):
+        wide = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+    source = Dequantized(Memory(blocks, name, (8, 512)), dtype)
+    source.read(0, 8)
+    assert source.loss.not_finite == np.count_nonzero(~np.isfinite(wide)) > 0
+    assert source.loss.overflowed == 0
+
+
 def test_rows_that_are_not_whole_blocks_are_the_planners_business(either: str) -> None:
     with pytest.raises(ValueError, match="Q8_0 blocks of 32"):
         Quantized(Memory(normal(4, 48), "F32"), "Q8_0", tensor="w")

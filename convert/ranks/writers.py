@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from typing import Any
 
 from convert.cast import CastLoss
@@ -82,7 +83,7 @@ class SharedWriter(Writer):
 
     def _part(self) -> tuple[Any, ...]:
         """What the others do not know of this rank's share."""
-        return self._crcs, [(c.loss.overflowed, c.loss.underflowed) for c in self.casts], self.found, self.redone
+        return self._crcs, [astuple(c.loss) for c in self.casts], self.found, self.redone
 
     def hashes(self, threads: int) -> Hashes:
         """SHA-256 of every output and source file; each is read by one rank."""
