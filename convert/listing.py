@@ -94,12 +94,13 @@ def family(table: MappingTable) -> dict[str, Any]:
     """What there is to know about a family, for people and for ``--json``."""
     tied = [s for s, v in table.sizes.items() if v.get("tie_word_embeddings")]
     head = next((r for r in table.rows.values() if r.tied_to), None)
+    refuse = [r for r in table.refuse if r.layout in table.layouts]  # what is inherited may speak of other layouts
     return {
         "family": table.family,
         "title": table.title,
         "layouts": list(table.layouts),
         "model_types": list(table.model_types),
-        "gguf_arch": table.gguf_arch,
+        "gguf_arch": table.gguf_arch if "gguf" in table.layouts else None,
         "reference": table.reference,
         "sizes": list(table.sizes),
         "tied_sizes": tied,
@@ -108,9 +109,9 @@ def family(table: MappingTable) -> dict[str, Any]:
         "conventions": {x: {k: table.convention_of(x, k) for k in _stated(table)} for x in table.layouts},
         "optional": fold_names(r.id for r in table.rows.values() if r.when),
         "refused": [
-            f"{r.layout}{f' ({r.book_class})' if r.book_class else ''}: {r.reason}" for r in table.refuse if not r.note
+            f"{r.layout}{f' ({r.book_class})' if r.book_class else ''}: {r.reason}" for r in refuse if not r.note
         ],
-        "remarks": [f"{r.layout}: {r.reason}" for r in table.refuse if r.note],
+        "remarks": [f"{r.layout}: {r.reason}" for r in refuse if r.note],
     }
 
 

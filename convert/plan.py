@@ -192,7 +192,9 @@ def make_plan(source: Checkpoint, request: Request, *, table: MappingTable | Non
             Problem("layout", f"the {request.target} layout is read and never written.", found=request.target)
             if request.target in READ_ONLY
             else Problem(
-                "layout", f"the {table.family} family has no {request.target} layout.", wanted=list(table.layouts)
+                "layout",
+                f"the {table.family} family has no {request.target} layout, only {', '.join(table.layouts)}.",
+                wanted=list(table.layouts),
             )
         )
     if problems:

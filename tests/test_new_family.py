@@ -101,7 +101,12 @@ def test_two_files_make_a_family(added, capsys):
     for arguments in (["inspect", str(made.path)], ["families"], ["validate", str(added / "scratch")]):
         assert run(cli, arguments) == 0
         assert arguments[0] == "validate" or FAMILY in capsys.readouterr().out
-    with pytest.raises(ConvertError, match="gguf"):
+    assert run(cli, ["families"]) == 0
+    said = {text.split(":")[0]: text for text in capsys.readouterr().out.split("\n\n")}
+    # what is inherited of layouts that the family has not is not said of it
+    assert "refused       meta" in said["llama"] and "refused       meta" not in said[FAMILY]
+    assert "GGUF arch     llama\n" in said["llama"] and "GGUF arch     –\n" in said[FAMILY]
+    with pytest.raises(ConvertError, match="has no gguf layout, only hf, scratch"):
         convert.convert_checkpoint(made.path, added / "x.gguf", to="gguf", tokenizer=False)
 
 
