@@ -65,6 +65,68 @@ def test_every_bit_and_every_type_survives_a_round_trip(mixed, tmp_path, way, fo
         assert found[name].dtype == tensor.dtype and torch.equal(bits(found[name]), bits(tensor)), name
 
 
+PATTERNS = INTEGERS | {torch.float64: torch.int64}
+
+
+def scrambled(made, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A model of nothing but random bits: every exponent, NaN with all payloads, infinities, subnormals, both signs."""
+    rng = np.random.default_rng(11)
+    state = {}
+    for name, tensor in load_file(made.path / "model.safetensors").items():
+        raw = rng.integers(0, 256, tensor.numel() * dtype.itemsize, np.uint8)
+        state[name] = torch.from_numpy(raw).view(dtype).reshape(tensor.shape)
+    save_file(state, made.path / "model.safetensors", metadata={"format": "pt"})
+    return state
+
+
+@pytest.mark.parametrize("dtype", sorted(PATTERNS, key=str))
+@pytest.mark.parametrize("form", ["safetensors", "pth"])
+def test_random_bits_survive_every_layout(tmp_path, dtype, form):
+    """Rows are put into other orders on the way, files are split and joined; no bit of any value may turn."""
+    made = make_hf(tmp_path / "source", "gqa8")
+    state = scrambled(made, dtype)
+    at = made.path
+    for number, layout in enumerate(["scratch", "meta", "hf", "meta", "scratch", "hf"]):
+        options = {"scratch": {"format": form}, "meta": {"model_parallel": 2}, "hf": {"max_shard_size": 30_000}}[layout]
+        convert.convert_checkpoint(at, tmp_path / str(number), to=layout, check="full", **options)
+        at = tmp_path / str(number)
+    found = {}
+    for path in at.glob("*.safetensors"):
+        found |= load_file(path)
+    kind = PATTERNS[dtype]
+    assert set(found) == set(state)
+    for name, tensor in state.items():
+        assert found[name].dtype == dtype and torch.equal(found[name].view(kind), tensor.view(kind)), name
+        turned = tensor.view(kind).clone()
+        turned.view(-1)[-1] ^= 1
+        assert not torch.equal(found[name].view(kind), turned)  # the control: the lowest bit of the last value
+
+
+@pytest.mark.parametrize("way", [["hf"], ["scratch", "hf"], ["meta", "hf"], ["gguf", "hf"]])
+def test_float64_is_rounded_once_through_every_layout(tmp_path, way):
+    """As numpy does in one step; torch rounds these values twice, and differs."""
+    made = make_hf(tmp_path / "source", "gqa8")
+    state = {}
+    for name, tensor in load_file(made.path / "model.safetensors").items():
+        near = np.abs(tensor.numpy()).astype(np.float16)
+        middle = near.astype(np.float64) + np.spacing(near).astype(np.float64) / 2
+        state[name] = torch.from_numpy(middle * (1 + 2.0**-40))  # a hair above the middle: up, in one step
+    save_file(state, made.path / "model.safetensors", metadata={"format": "pt"})
+    at = made.path
+    for number, layout in enumerate(way):
+        out = tmp_path / (f"{number}.gguf" if layout == "gguf" else str(number))
+        options = {"type": "f16"} if layout == "gguf" else {"dtype": "float16"}
+        convert.convert_checkpoint(at, out, to=layout, check="full", tokenizer=False, **options)
+        at = out
+    found = load_file(at / "model.safetensors")
+    matrices = [n for n, t in state.items() if t.ndim > 1]  # GGUF holds the others as float32
+    for name in matrices if "gguf" in way else state:
+        assert np.array_equal(
+            found[name].numpy().view(np.uint16), state[name].numpy().astype(np.float16).view(np.uint16)
+        )
+        assert not torch.equal(state[name].half(), found[name])  # the control
+
+
 def test_integer_and_bool_buffers_are_ignored_with_a_reason(tmp_path):
     made = make_hf(tmp_path / "source", "gqa8", dtype="bfloat16")
     state = load_file(made.path / "model.safetensors")
