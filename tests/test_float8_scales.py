@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import convert
+from convert.cast import CastLoss
 from convert.errors import ConvertError
-from convert.float8 import EXPONENTS
+from convert.float8 import EXPONENTS, Float8
+from convert.formats.readers import read_container
+from convert.formats.spec import Scale
+from convert.source import FilePool
 from tests.fixtures import make_hf
 from tests.fixtures.float8 import TYPES
 
@@ -245,3 +251,44 @@ def test_codes_that_become_zero_are_counted(tmp_path, scale, fmt):
     done = convert.convert_checkpoint(tmp_path / "source", tmp_path / "out", to="hf", dtype="float32", check="full")
     assert done.underflowed == lost and any(f"{lost:,} non-zero" in n and UP in n for n in done.notes), done.notes
     assert torch.equal(bits(load_file(tmp_path / "out" / "model.safetensors")[UP]), bits(meant[UP]))  # -0, subnormals
+
+
+def test_random_codes_and_scales_of_every_size_are_those_of_torch(tmp_path):
+    """Any codes, scales from zero to 2^128, read in any pieces: values, refusals, clamped and vanished ones."""
+    rng = np.random.default_rng(0)
+    met = {"refused": 0, "clamped": 0, "vanished": 0, "plain": 0}
+    for trial in range(80):
+        rows, cols = int(rng.integers(1, 70)), int(rng.integers(1, 90))
+        kind = list(TYPES.values())[trial % 2]
+        codes = torch.from_numpy(rng.integers(0, 256, (rows, cols), np.uint8)).view(kind)
+        height, width = [(rows, cols), (1, cols), (16, 32), (1, 32), (5, 7)][trial % 5]
+        cells = (-(-rows // height), -(-cols // width))
+        low, high = [(-150, 128), (-20, 20), (90, 128), (-150, -100)][int(rng.integers(4))]
+        drawn = rng.random(cells) * np.ldexp(1.0, rng.integers(low, high, cells)) * rng.choice([1, 1, 1, -1, 0], cells)
+        scales = torch.from_numpy(drawn.astype(np.float32))
+        if trial % 4 == 3:
+            scales = torch.from_numpy(rng.integers(0, 255, cells).astype(np.uint8)).view(torch.float8_e8m0fnu)
+        save_file({"w": codes, "s": scales}, tmp_path / "x.safetensors")
+        specs = read_container(tmp_path / "x.safetensors", "safetensors").tensors
+        wanted = products(codes, scales, (height, width))
+        large = wanted.isinf() & codes.float().isfinite()
+        pool = FilePool()
+        for clamp in (False, True):
+            source = Float8(replace(specs["w"], scale=Scale(specs["s"], (height, width))), pool)
+            source.clamp = clamp
+            cuts = sorted({0, rows, *rng.integers(0, rows + 1, 3).tolist()})
+            if large.any() and not clamp:
+                with pytest.raises(ConvertError) as caught:
+                    [source.read(a, b) for a, b in pairwise(cuts)]
+                wrong = {"row": int(large.any(1).nonzero()[0]), "count": int(large.sum())}
+                assert caught.value.problems[0].found == wrong
+                met["refused"] += 1
+                continue
+            found = torch.from_numpy(np.concatenate([source.read(a, b) for a, b in pairwise(cuts)]))
+            values = torch.where(large, MOST * wanted.sign(), wanted)
+            assert bool(((bits(found) == bits(values)) | (found.isnan() & codes.float().isnan())).all()), trial
+            vanished = int(((values == 0) & (codes.float() != 0)).sum())
+            assert source.loss == CastLoss(int(large.sum()), vanished)
+            met["clamped" if large.any() else "vanished" if vanished else "plain"] += 1
+        pool.close()
+    assert min(met.values()) >= 10, met
