@@ -29,7 +29,8 @@ def pairs(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) ->
     for text in value:
         key, equals, rest = text.partition("=")
         if not equals or not key:
-            raise click.BadParameter(f"{text!r} has no '='; write {param.metavar}.", ctx=ctx, param=param)
+            lacking = "nothing before the" if equals else "no"
+            raise click.BadParameter(f"{text!r} has {lacking} '='; write {param.metavar}.", ctx=ctx, param=param)
         if any(key == other for other, _ in out):
             raise click.BadParameter(f"{key!r} is given twice.", ctx=ctx, param=param)
         out.append((key, rest))

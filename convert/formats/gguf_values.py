@@ -286,6 +286,18 @@ def infer(text: str, *, like: str | None = None) -> Value:
     return Value("str", text)
 
 
+def _whole(kind: str, text: str) -> int:
+    bits, signed = int(kind[1:]), kind[0] == "i"
+    least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    try:
+        number = int(text)
+    except ValueError:
+        number = most + 1
+    if not least <= number <= most:
+        raise ValueError(f"{text[:60]!r} is no {kind}, which is a whole number from {least:,} to {most:,}")
+    return number
+
+
 def _typed(kind: str, text: str) -> Value:
     if kind == "str":
         return Value(kind, text)
@@ -294,8 +306,11 @@ def _typed(kind: str, text: str) -> Value:
             raise ValueError(f"{text!r} is not true or false")
         return Value(kind, text == "true")
     if kind[0] != "f":
-        return Value(kind, int(text))
-    number = float(text)
+        return Value(kind, _whole(kind, text))
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number, and a {kind} is one") from None
     if math.isinf(number) and any(c.isdigit() for c in text):
         raise ValueError(f"{text} is too large for {kind}")
     return Value(kind, number)

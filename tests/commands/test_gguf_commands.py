@@ -193,20 +193,27 @@ def test_metadata_changes_without_touching_data(said, tmp_path, hf):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        ["--set", "llama.context_length=many"],
-        ["--set", "general.alignment=64"],
-        ["--remove", "not.there"],
-        ["--set", "nothing"],
+        (["--set", "llama.context_length=many"], "'many' is no u32, which is a whole number from 0 to 4,294,967,295"),
+        (["--set", "llama.context_length=4294967296"], "from 0 to 4,294,967,295"),
+        (["--set", "a.b=i8:-129"], "'-129' is no i8, which is a whole number from -128 to 127"),
+        (["--set", "a.b=u16:1.5"], "'1.5' is no u16"),
+        (["--set", "llama.rope.freq_base=many"], "'many' is no number"),
+        (["--set", "general.alignment=64"], "alignment"),
+        (["--remove", "not.there"], "no such key"),
+        (["--set", "nothing"], "has no '='"),
+        (["--set", "=5"], "nothing before the '='"),
     ],
 )
-def test_metadata_refuses_and_changes_nothing(said, tmp_path, hf, options):
+def test_metadata_refuses_and_changes_nothing(said, tmp_path, hf, options, words):
     path = tmp_path / "a.gguf"
     said("hf-to-gguf", hf.path, path, "-q")
     before = path.read_bytes()
     code, _, err = said("metadata", path, *options)
-    assert code == 2 and err and path.read_bytes() == before
+    assert code == 2 and words in err and path.read_bytes() == before
+    assert "invalid literal" not in err and "format requires" not in err
+    assert said("metadata", path, "--set", "a.b=i8:-128")[0] == 0  # the control
     assert said("metadata", tmp_path / "absent.gguf")[0] == 2
     assert said("metadata", hf.path / "config.json")[0] == 1
 
