@@ -74,31 +74,37 @@ def loss_notes(tensors: list[Lost], *, option: str = "--dtype") -> list[str]:
         kinds = " and ".join(dict.fromkeys(d for t in blocks for d in t.dtypes if DTYPES[d].is_quantized))
         counts = [t.loss.underflowed for t in blocks]
         out.append(
-            f"{sum(counts):,} values are too small for the scales of their blocks ({kinds}) and as good as zero: "
+            f"{_values(counts, 'is', 'are')} too small for the scales of their blocks ({kinds}) and as good as zero: "
             f"{_where(blocks, counts)}; where they matter, keep such a tensor wider: --tensor-type NAME=bf16"
         )
     small = [t for t in tensors if t.loss.underflowed and t not in blocks]
     if small:
+        counts = [t.loss.underflowed for t in small]
         out.append(
-            f"{sum(t.loss.underflowed for t in small):,} non-zero values became zero in the narrower type: "
-            f"{_where(small, [t.loss.underflowed for t in small])}; {_advice(small, option)}"
+            f"{_values(counts, 'became', 'became', kind='non-zero value')} zero in the narrower type: "
+            f"{_where(small, counts)}; {_advice(small, option)}"
         )
     odd = sorted((t for t in tensors if t.loss.not_finite), key=lambda t: -t.loss.not_finite)
     if odd:
         counts = [t.loss.not_finite for t in odd]
         out.append(
-            f"{sum(counts):,} values are NaN or infinite in the source and stay so: {_where(odd, counts)}; no "
+            f"{_values(counts, 'is', 'are')} NaN or infinite in the source and stay so: {_where(odd, counts)}; no "
             "conversion can mend them, and validate --scan tells more"
         )
     large = sorted((t for t in tensors if t.loss.overflowed), key=lambda t: -t.loss.overflowed)
     if large:
         cure = "" if any(t.scaled for t in large) else f", {_wider(large, option)} holds them"
+        counts = [t.loss.overflowed for t in large]
         out.append(
-            f"{sum(t.loss.overflowed for t in large):,} values were too large for the narrower type and became its "
-            f"largest (--clamp): {_where(large, [t.loss.overflowed for t in large])}; "
-            f"verify tells what that costs{cure}"
+            f"{_values(counts, 'was', 'were')} too large for the narrower type and became its largest (--clamp): "
+            f"{_where(large, counts)}; verify tells what that costs{cure}"
         )
     return out
+
+
+def _values(counts: list[int], one: str, many: str, *, kind: str = "value") -> str:
+    count = sum(counts)
+    return f"{count:,} {kind} {one}" if count == 1 else f"{count:,} {kind}s {many}"
 
 
 def _where(tensors: list[Lost], counts: list[int]) -> str:

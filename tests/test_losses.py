@@ -25,6 +25,7 @@ def test_the_worst_are_told_by_name_and_the_rest_by_number():
     (note,) = loss_notes([one(f"w{n}", n) for n in range(1, 7)])
     assert note.startswith("21 non-zero values became zero in the narrower type: 6 of 100,000 in 'w6', 5 of 100,000")
     assert "'w4', the rest in 3 more tensors; a few are usual in float16 and harmless" in note and "'w3'" not in note
+    assert loss_notes([one("w", 1)])[0].startswith("1 non-zero value became zero in the narrower type: 1 of")
     assert loss_notes([]) == [] and loss_notes([one("w", 0)]) == []
 
 
