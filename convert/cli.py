@@ -20,6 +20,7 @@ import click
 
 from convert import __version__
 from convert.errors import ConvertError, Problem, UsageError
+from convert.stops import arrived
 
 #: Command name → module of :mod:`convert.commands` and its attribute. Imported when the command is used, so that
 #: ``--help`` stays fast.
@@ -220,9 +221,7 @@ def _on_signals() -> dict[int, Any]:
         if now - last < _REPEATED:
             return
         last = now
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise Terminated(number)
+        arrived(KeyboardInterrupt() if number == signal.SIGINT else Terminated(number))
 
     previous: dict[int, Any] = {}
     for name in _ENDING:
@@ -262,6 +261,9 @@ def _unexpected(error: Exception, debug: bool) -> Problem:
     """Tell of an error that is no finding; returns it as one."""
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
+        if not where and _printing(error):
+            where = " (standard output, which was not written to its end)"
+            _silence_stdout()
         problem = Problem("system", f"{error.strerror or error}{where}.")
     elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
         kept = " ".join(getattr(error, "__notes__", ()))
@@ -273,6 +275,14 @@ def _unexpected(error: Exception, debug: bool) -> Problem:
     else:
         click.echo(f"error: {problem.message}", err=True)
     return problem
+
+
+def _printing(error: OSError) -> bool:
+    """Whether it was printing that failed: what the system says of a full disk behind standard output names no file."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_code is click.echo.__code__
 
 
 def _silence_stdout() -> None:

@@ -148,13 +148,16 @@ def no_model(tree: Any, key: str, value: Any, where: str | None) -> FormatError:
         )
     items = as_mapping(value)
     keys = [str(name)[:60] for name in items][:_LISTED] if items else []
-    what = f"it holds {', '.join(map(repr, keys))}" if keys else f"it holds a {type(value).__name__}"
+    kind = type(value).__name__
+    alone = {"TensorSpec": "one tensor without a name", "NoneType": "nothing", "int": "a number", "float": "a number"}
+    empty = "an empty" if isinstance(value, (dict, list, tuple)) and not value else "a"
+    what = f"it holds {', '.join(map(repr, keys)) or alone.get(kind, f'{empty} {kind}')}"
     return FormatError(
         Problem(
             "no_tensors",
             f"There is no state dict in the file{at}: {what}.",
             file=where,
-            found=keys or type(value).__name__,
+            found=keys or alone.get(kind, kind),
             wanted="a dict of tensors",
             hint="An optimizer or scheduler file holds no model; give the file that does.",
         )

@@ -461,6 +461,19 @@ def test_standard_output_that_cannot_be_written(hf, tmp_path, words, closed):
     assert (out / "conversion.json").is_file() and shell("validate", out).returncode == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("words", [("inspect",), ("validate",), ("inspect", "--json")])
+def test_a_full_disk_behind_standard_output_is_called_that(hf, words):
+    """The system's words name no file: it could have been any."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PYTHON, *words, str(hf)], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE
+        )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: No space left on device (standard output")
+    assert shell(*words, hf).returncode == 0  # the control
+
+
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_standard_streams_that_are_closed(hf, tmp_path, closed):
     """As in some service managers: no file of the conversion gets their numbers."""

@@ -269,6 +269,23 @@ def test_no_state_dict(tmp_path: Path, tree: Any) -> None:
         opened(tree, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        (torch.zeros(3), "it holds one tensor without a name."),
+        ([torch.zeros(3)], "it holds a list."),
+        ([], "it holds an empty list."),
+        ({}, "it holds an empty dict."),
+        (5, "it holds a number."),
+        ({"epoch": 1}, "it holds 'epoch'."),
+    ],
+)
+def test_what_is_there_in_place_of_a_state_dict_is_said_in_words(tmp_path: Path, tree: Any, words: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        opened(tree, tmp_path)
+    assert words in str(caught.value)
+
+
 def test_unreadable_tensors_inside_the_model(tmp_path: Path) -> None:
     tree = dict(STATE, **{"a.weight": torch.eye(3).to_sparse(), "b.weight": torch.zeros(2, dtype=torch.cfloat).conj()})
     with pytest.raises(FormatError) as caught:

@@ -26,6 +26,7 @@ MAX_TENSORS = 100_000
 _MAX_MARKS = {b"{": 1, b"[": 2, b",": 8, b'"': 16}
 _MAX_DIMS = 64
 _MAX_NAME = 10_000
+_SPOILT = "The file is damaged or was written wrongly: fetch it again, or save it again with safetensors."
 _UNKNOWN = (
     "The file may be whole, but nothing here reads that type: cast or dequantise the tensors with the library that "
     "wrote them, or take the unquantised model."
@@ -51,8 +52,7 @@ def read(path: Path) -> Container:
                 f"states a header of {length:,} bytes, but {max(size - 8, 0):,} follow and {MAX_HEADER:,} is the limit",
                 "The file is truncated or is no safetensors file; fetch it again.",
             )
-        raw = file.read(length)
-    header = _parse(path, raw)
+        header = _parse(path, file.read(length))
     metadata = header.pop("__metadata__", {}) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _broken(path, "has a __metadata__ that is not a map of strings", "Rewrite the file with safetensors.")
@@ -84,9 +84,12 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
             path, f"has a header of more than {MAX_TENSORS:,} tensors", "No checkpoint has that many in one file."
         )
     odd = _whole if b"-0" in raw else None  # a hook for every number takes time
+    escaped = b"\\u" in raw
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=lambda c: None, parse_int=odd)
-        if b"\\u" in raw:
+        text = raw.decode("utf-8")
+        del raw  # of 100 MB of one string there would be three copies, which is more than a header may take
+        header = json.loads(text, object_pairs_hook=pairs, parse_constant=lambda c: None, parse_int=odd)
+        if escaped:
             json.dumps(header, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise _broken(path, f"has a header that is not JSON ({error})", "Fetch the file again.") from None
@@ -114,7 +117,7 @@ def _tensors(
     begin: Any = None
     end: Any = None
 
-    def bad(name: str, what: str, hint: str | None = None) -> None:
+    def bad(name: str, what: str, hint: str = _SPOILT) -> None:
         nonlocal placed
         problems.append(Problem("header", f"{path.name}: {name!r} {what}.", tensor=name, file=str(path), hint=hint))
         if _is_count(begin) and _is_count(end) and begin <= end:
@@ -143,7 +146,8 @@ def _tensors(
             continue
         want = math.prod(shape) * DTYPES[kind].block_bytes
         if end - begin != want:
-            bad(name, f"takes {end - begin:,} bytes, but {kind} {shape} needs {want:,}")
+            needs = f"{want:,}" if want < 1 << 64 else "more than 2^64"
+            bad(name, f"takes {end - begin:,} bytes, but {kind} {shape!r:.200} needs {needs}")
             continue
         tensors[name] = TensorSpec(name, kind, tuple(shape), path, base + begin)
     return dict(sorted(tensors.items(), key=lambda item: item[1].offset)), spare if placed else None, problems
@@ -160,7 +164,8 @@ def _coverage(path: Path, tensors: Mapping[str, TensorSpec], spare: list[_Span],
     for begin, end, name in sorted([*spans, *spare], key=lambda span: span[0]) if spare else spans:
         if begin != at:
             word = "overlaps the tensor before it" if begin < at else f"leaves a gap of {begin - at:,} bytes"
-            problems.append(Problem("header", f"{path.name}: {name!r} {word}.", tensor=name, file=str(path)))
+            what = f"{path.name}: {name!r} {word}."
+            problems.append(Problem("header", what, tensor=name, file=str(path), hint=_SPOILT))
         at = end
     if at != size and not problems:
         what = f"ends {at - size:,} bytes early" if at > size else f"has {size - at:,} bytes too many"
