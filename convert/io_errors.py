@@ -16,6 +16,13 @@ TRANSIENT = frozenset({"disk_full", "exists", "write", "read", "memory", "rank_l
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
+def advice(error: OSError) -> str | None:
+    """What to do about a file that the system does not let be read, where there is something to do."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "Let this user read it (chmod u+r, for a folder u+rx), or give another copy."
+    return "Is the disk failing, or was it taken away?" if error.errno == errno.EIO else None
+
+
 def io_problem(error: OSError, path: Path, *, writing: bool) -> Problem:
     """The finding for a failed read or write of ``path``."""
     said = error.strerror or str(error)
@@ -34,7 +41,7 @@ def io_problem(error: OSError, path: Path, *, writing: bool) -> Problem:
             hint="Smaller pieces may fit: --max-shard-size, --split-max-size.",
         )
     verb = "written" if writing else "read"
-    hint = "Is the disk failing, or was it taken away?" if error.errno == errno.EIO else None
+    hint = None if writing and error.errno != errno.EIO else advice(error)
     kind = "write" if writing else "read"
     return Problem(kind, f"{path.name} could not be {verb}: {said}.", file=str(path), hint=hint)
 

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from convert.errors import FormatError, Problem
 from convert.formats import sstable
+from convert.io_errors import advice
 
 _HEAD = 64 << 10
 _SAMPLES = 64
@@ -102,7 +103,7 @@ def sniff(path: Path) -> str:
                 "unreadable",
                 f"{path} cannot be read: {error.strerror or error}.",
                 file=str(path),
-                hint="Give the path of an existing file or folder.",
+                hint=advice(error) or "Give the path of an existing file or folder.",
             )
         ) from None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
+import os
 import pickle
 import tarfile
 from collections import OrderedDict
@@ -16,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from convert.errors import FormatError
 from convert.formats.sniff import refuse_non_weights, sniff
+from convert.io_errors import io_problem
 
 POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"
@@ -115,3 +118,24 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.pth", tmp_path):
         with pytest.raises(FormatError, match="cannot be read"):
             sniff(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.EACCES, "chmod"), (errno.EIO, "failing"), (errno.ENOENT, "existing file")]
+)
+def test_what_to_do_about_a_file_that_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    assert sniff(path) == "gguf"  # the control
+    monkeypatch.setattr("convert.formats.sniff.open", refuse, raising=False)
+    with pytest.raises(FormatError, match="cannot be read") as error:
+        sniff(path)
+    assert words in str(error.value.problems[0].hint)
+    problem = io_problem(OSError(number, "x"), path, writing=False)
+    assert (words in str(problem.hint)) == (number != errno.ENOENT)
+    assert "chmod" not in str(io_problem(OSError(number, "x"), path, writing=True).hint)
