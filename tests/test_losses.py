@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -107,3 +108,28 @@ def test_a_module_that_is_filled_hears_of_it_too(tmp_path):
     report = convert.load_into(model.half(), made.path)
     (note,) = [n for n in report.notes if "became zero" in n]
     assert f"4 of {state[UP].numel():,} in" in note and "dtype = bfloat16" in note
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_damaged_blocks_of_a_gguf_file_are_told_or_stop(tmp_path, bad):
+    """Counted as the gguf package reads them where the layout holds such values, and refused where none may be."""
+    made = make_hf(tmp_path / "source", "gqa8", dtype="bfloat16")
+    path = tmp_path / "x.gguf"
+    convert.convert_checkpoint(made.path, path, to="gguf", type="q8_0", tokenizer=False)
+    sound = convert.convert_checkpoint(path, tmp_path / "sound", to="hf", tokenizer=False)
+    assert not any("NaN or infinite" in n for n in sound.notes)  # the control
+    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_up.weight")
+    with path.open("r+b") as file:
+        file.seek(int(tensor.data_offset) + 34 * 5)
+        file.write(np.float16(bad).tobytes())
+    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_up.weight")
+    with np.errstate(all="ignore"):
+        wanted = int(np.count_nonzero(~np.isfinite(gguf.quants.dequantize(tensor.data, tensor.tensor_type))))
+    assert wanted > 20
+    for dtype in ("float16", "float32"):
+        done = convert.convert_checkpoint(path, tmp_path / dtype, to="hf", dtype=dtype, tokenizer=False, check="full")
+        (note,) = [n for n in done.notes if "NaN or infinite" in n]
+        assert note.startswith(f"{wanted} values are") and "'model.layers.1.mlp.up_proj.weight'" in note
+    with pytest.raises(convert.ConvertError, match="not finite") as caught:
+        convert.convert_checkpoint(path, tmp_path / "y.gguf", to="gguf", type="f16", tokenizer=False)
+    assert caught.value.problems[0].found["count"] == wanted and not (tmp_path / "y.gguf").exists()
