@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from convert.errors import ConvertError, Problem
 from convert.source import FilePool
 from convert.storages import Storage, put_in_order, storages
+from convert.workers import Workers
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -128,7 +129,7 @@ class Beside:
         self._reader.stop()
 
 
-class _Reader:
+class _Reader(Workers):
     """Threads that read storages in order, a piece each at a time; ``pace`` is source bytes per byte written."""
 
     def __init__(
@@ -138,19 +139,16 @@ class _Reader:
         cancel: threading.Event,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
+        super().__init__()
         self.storages = wanted
         self.pace: float | None = None
         self._pool = pool
         self._cancel = cancel
         self._progress = progress
-        self._news = threading.Condition()
         self._pieces: Iterator[tuple[Storage, int, int]] = iter(())
-        self._running = 0
         self._written = 0
-        self._stop = False
         self._wrong = False
         self._error: BaseException | None = None
-        self._threads: list[threading.Thread] = []
 
     def start(self, threads: int) -> None:
         """Begin to read.
@@ -163,19 +161,7 @@ class _Reader:
             for storage in self.storages
             for at in range(0, storage.nbytes, _PIECE)
         )
-        for _ in range(max(1, threads) if self.storages else 0):
-            thread = threading.Thread(target=self._work, name="crc", daemon=True)
-            with self._news:
-                self._running += 1
-            try:
-                thread.start()
-            except RuntimeError as error:  # so does Python say that there is no memory for a thread
-                with self._news:
-                    self._running -= 1
-                if not self._threads:
-                    raise MemoryError(str(error)) from error
-                return
-            self._threads.append(thread)
+        self._begin(self._work, max(1, threads) if self.storages else 0, "crc")
 
     def advance(self, count: int) -> None:
         """So many more bytes are written."""
@@ -208,18 +194,9 @@ class _Reader:
         with self._news:
             self.pace = None
             self._news.notify_all()
-            while self._running:
-                self._news.wait()
+        self._join()
         if self._error is not None:
             raise self._error
-
-    def stop(self) -> None:
-        """End all threads."""
-        with self._news:
-            self._stop = True
-            self._news.notify_all()
-        for thread in self._threads:
-            thread.join()
 
     def _work(self) -> None:
         try:
@@ -234,11 +211,9 @@ class _Reader:
                     self._wrong = self._wrong or storage.problem() is not None
                 self._progress(length)
         except BaseException as error:
-            self._error = error
-            self._stop = True
-        finally:
             with self._news:
-                self._running -= 1
+                self._error = error
+                self._stop = True
                 self._news.notify_all()
 
     def _next(self) -> tuple[Storage, int, int] | None:

@@ -183,7 +183,7 @@ class RemotePool(FilePool):
         try:
             found = stream.finish()
         finally:
-            stream.close()
+            stream.stop()
         problems: list[Problem] = []
         for path, sha256 in found.items():
             file = self._files[path]
@@ -214,7 +214,7 @@ class RemotePool(FilePool):
     def close(self) -> None:
         """End the stream, close everything and remove the shadow."""
         if self._stream is not None:
-            self._stream.close()
+            self._stream.stop()
             self._stream = None
         for fd in self._fds.values():
             with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from convert.hub.intervals import Intervals
 from convert.hub.ranges import Ranges
 from convert.hub.repository import RemoteFile
 from convert.platform import read_at
+from convert.workers import Workers
 
 #: Bytes of a request, how many are held at most, and how many are asked for at a time.
 CHUNK_BYTES = 8 << 20
@@ -72,7 +73,7 @@ class _Passing:
     given_up: bool = False
 
 
-class Stream:
+class Stream(Workers):
     """Fetches ahead.
 
     Args:
@@ -87,6 +88,7 @@ class Stream:
         wanted: list[Wanted],
         passed: Callable[[Path, int, bytearray], None] = lambda *_: None,
     ) -> None:
+        super().__init__()
         self._ranges = ranges
         self._passed = passed
         self._chunks: list[_Chunk] = []
@@ -100,13 +102,9 @@ class Stream:
             ]
             self._chunks += chunks
             self._places[item.path] = ([c.start for c in chunks], chunks)
-        self._news = threading.Condition()
         self._held = 0
         self._next = 0
-        self._stop = False
-        self._threads = [threading.Thread(target=self._work, daemon=True, name="hub") for _ in range(CONNECTIONS)]
-        for thread in self._threads:
-            thread.start()
+        self._begin(self._work, CONNECTIONS, "hub")
 
     def read(self, path: Path, buffer: memoryview, offset: int) -> bool:
         """Fill ``buffer``; False where some of it is not in the stream (any more).
@@ -143,14 +141,6 @@ class Stream:
                 if passing.at == passing.wanted.file.size and not passing.given_up:
                     out[path] = passing.sha.hexdigest()
         return out
-
-    def close(self) -> None:
-        """End all threads."""
-        with self._news:
-            self._stop = True
-            self._news.notify_all()
-        for thread in self._threads:
-            thread.join()
 
     def _work(self) -> None:
         while True:
