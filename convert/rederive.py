@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from convert.plan import ConversionPlan, Output, Target, piece_rows
 from convert.platform import read_at
+from convert.stops import put_off, still_pending
 
 #: Bytes per piece of a tensor that is only compared (what is computed comes in the plan's own, smaller pieces).
 COMPARE_BYTES = 4 << 20
@@ -95,18 +96,17 @@ def rederive(
     with ThreadPoolExecutor(max(1, threads)) as pool:
         pending: set[Future[None]] = set()
         try:
-            for piece in job.pieces():
-                if chosen is not None and not chosen(piece[0], piece[1]):
-                    continue
-                if len(pending) >= 4 * threads:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                if stop.is_set():
-                    break
-                pending.add(pool.submit(job.compare, *piece))
-            for future in pending:
-                future.result()
+            with put_off() as check:
+                for piece in job.pieces():
+                    if chosen is not None and not chosen(piece[0], piece[1]):
+                        continue
+                    while len(pending) >= 4 * threads:
+                        pending = still_pending(pending, check)
+                    if stop.is_set():
+                        break
+                    pending.add(pool.submit(job.compare, *piece))
+                while pending:
+                    pending = still_pending(pending, check)
         except BaseException:
             job.stopped.set()
             raise

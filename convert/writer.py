@@ -11,7 +11,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -28,6 +28,7 @@ from convert.journal import Journal
 from convert.plan import ConversionPlan, Output, Target, piece_rows
 from convert.platform import copy_range, read_at, reserve, write_at
 from convert.source import Source
+from convert.stops import put_off, still_pending
 
 #: Bytes per piece that is copied inside the kernel.
 COPY_BYTES = 32 << 20
@@ -184,20 +185,18 @@ class Writer:
         """Feed pieces to the workers, a few at a time, so that a failure stops at once."""
         pending: set[Future[None]] = set()
         try:
-            for piece in self.pieces():
-                if len(pending) >= 4 * threads:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                if self.cancel.is_set():
-                    raise Cancelled
-                try:
-                    pending.add(pool.submit(self._guarded, *piece))
-                except RuntimeError as error:  # so does Python say that there is no memory for a thread
-                    raise MemoryError(str(error)) from error
-            done, _ = wait(pending, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            with put_off() as check:
+                for piece in self.pieces():
+                    while len(pending) >= 4 * threads:
+                        pending = still_pending(pending, check)
+                    if self.cancel.is_set():
+                        raise Cancelled
+                    try:
+                        pending.add(pool.submit(self._guarded, *piece))
+                    except RuntimeError as error:  # so does Python say that there is no memory for a thread
+                        raise MemoryError(str(error)) from error
+                while pending:
+                    pending = still_pending(pending, check)
         except BaseException:
             self.failed.set()
             raise
