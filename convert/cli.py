@@ -259,12 +259,15 @@ def _show_json(problems: Sequence[Problem]) -> None:
 
 def _unexpected(error: Exception, debug: bool) -> Problem:
     """Tell of an error that is no finding; returns it as one."""
+    from convert.io_errors import advice
+
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         if not where and _printing(error):
             where = " (standard output, which was not written to its end)"
             _silence_stdout()
-        problem = Problem("system", f"{error.strerror or error}{where}.")
+        unread = bool(error.filename) and not os.access(error.filename, os.R_OK)  # else it was not reading that failed
+        problem = Problem("system", f"{error.strerror or error}{where}.", hint=advice(error) if unread else None)
     elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
         kept = " ".join(getattr(error, "__notes__", ()))
         problem = Problem("memory", f"out of memory. Use fewer --threads. {kept}".strip())
@@ -273,7 +276,7 @@ def _unexpected(error: Exception, debug: bool) -> Problem:
     if debug:
         traceback.print_exc()
     else:
-        click.echo(f"error: {problem.message}", err=True)
+        click.echo(f"error: {problem.message}" + (f"\n       {problem.hint}" if problem.hint else ""), err=True)
     return problem
 
 

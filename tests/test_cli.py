@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -627,3 +628,18 @@ def test_without_ggml_the_bytes_are_the_same(hf, tmp_path):
         assert done.returncode == 0, done.stderr
     files = [(tmp_path / name / "consolidated.00.pth").read_bytes() for name in ("with", "without")]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_a_file_that_may_not_be_read_is_said_with_what_to_do(hf, capsys, monkeypatch, readable):
+    path = str(hf / "config.json")
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("convert.config.read_json", refuse)
+    monkeypatch.setattr("convert.checkpoint.configs.read_json", refuse)
+    monkeypatch.setattr("os.access", lambda *_, **__: readable)  # root may read what it forbids
+    assert call("inspect", hf) == 1
+    err = capsys.readouterr().err
+    assert f"error: Permission denied ({path})." in err and ("chmod u+r" in err) == (not readable)
