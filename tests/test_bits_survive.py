@@ -127,22 +127,29 @@ def test_float64_is_rounded_once_through_every_layout(tmp_path, way):
         assert not torch.equal(state[name].half(), found[name])  # the control
 
 
-def test_integer_and_bool_buffers_are_ignored_with_a_reason(tmp_path):
+BUFFERS = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float64", "complex64"]
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("target", ["scratch", "meta", "hf", "gguf"])
+def test_buffers_of_any_type_are_ignored_with_a_reason_or_stop_by_name(tmp_path, kind, target):
+    """A known one is left out and told; of an unknown one nobody can say that the model does without it."""
     made = make_hf(tmp_path / "source", "gqa8", dtype="bfloat16")
     state = load_file(made.path / "model.safetensors")
-    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    state["model.layers.0.self_attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    state["model.layers.1.self_attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
-    save_file(state, made.path / "model.safetensors")
-    try:
-        summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch")
-    except convert.ConvertError as error:  # what no table knows stops, by name
-        assert "self_attn.bias" in str(error)
-        del state["model.layers.0.self_attn.bias"], state["model.layers.1.self_attn.bias"]
-        save_file(state, made.path / "model.safetensors")
-        summary = convert.convert_checkpoint(made.path, tmp_path / "out", to="scratch")
-    assert any("inv_freq" in n and "ignored" in n for n in summary.notes)
-    assert not any("inv_freq" in k for k in load_file(tmp_path / "out" / "model.safetensors"))
+    known, unknown = "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.bias"
+    out = tmp_path / ("out.gguf" if target == "gguf" else "out")
+    values = torch.ones(1, 1, 8, 8).to(getattr(torch, kind))
+    save_file(state | {known: values.view(-1)[:4].clone(), unknown: values}, made.path / "model.safetensors")
+    with pytest.raises(convert.ConvertError, match=r"self_attn\.bias' \[1, 1, 8, 8\] has no place") as caught:
+        convert.convert_checkpoint(made.path, out, to=target, tokenizer=False)
+    assert [p.tensor for p in caught.value.problems] == [unknown] and not out.exists()
+    save_file(state | {known: values.view(-1)[:4].clone()}, made.path / "model.safetensors")
+    summary = convert.convert_checkpoint(made.path, out, to=target, tokenizer=False)
+    assert f"ignored {known}: recomputed from rope_theta" in summary.notes
+    if target != "gguf":
+        (path,) = [*out.glob("*.safetensors"), *out.glob("*.pth")]
+        written = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        assert len(written) == len(state) and {t.dtype for t in written.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("suffix", ["bin", "pth", "safetensors"])
