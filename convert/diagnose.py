@@ -19,6 +19,7 @@ from convert.causes import Cause, weigh
 from convert.errors import ConvertError, Problem, UsageError
 from convert.oddities import Oddity, odd_tensors
 from convert.qk_probe import Probe, probe
+from convert.samples import samples
 
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
@@ -148,10 +149,13 @@ def diagnose(
         if against is not None:
             good = _opened(stack, against, {"follow_links": options.get("follow_links", False)})
             _same_model(ckpt, good)
+        tell("samples of the tensors", 0, 0)
+        looked = samples(ckpt, threads=threads)
         tell("the order of the rows of Q and K", 0, 0)
-        probed = probe(ckpt, threads=threads) if ckpt.table.has_rope else None
+        known = {s.key: s.profiles[0] for s in looked if s.profiles and s.expert is None}
+        probed = probe(ckpt, threads=threads, known=known) if ckpt.table.has_rope else None
         tell("odd tensors", 0, 0)
-        odd = odd_tensors(ckpt, threads=threads)
+        odd = odd_tensors(ckpt, threads=threads, looked=looked)
         absent: dict[str, str] = {}
         found = None
         ids = None if probe_only else _ids(ckpt, text, tokens, tokenizer, absent)

@@ -62,7 +62,12 @@ class Oddity(Problem):
 
 
 def odd_tensors(
-    ckpt: Checkpoint, *, threads: int = 2, progress: Callable[[int], None] | None = None, scanned: bool = False
+    ckpt: Checkpoint,
+    *,
+    threads: int = 2,
+    progress: Callable[[int], None] | None = None,
+    scanned: bool = False,
+    looked: Sequence[Sample] | None = None,
 ) -> list[Oddity]:
     """Find what is odd about the tensors of a checkpoint.
 
@@ -71,6 +76,7 @@ def odd_tensors(
         threads: Blocks read at once.
         progress: Called with the bytes that the scan has read since the last call, from any thread.
         scanned: Leave out the scan of every value (NaN, infinities, zeros): it was done.
+        looked: Samples of all tensors, where they have been taken.
 
     Returns:
         Faults first. Kinds: ``nan``, ``inf``, ``zeros``, ``constant``, ``duplicate``, ``transposed``,
@@ -82,7 +88,8 @@ def odd_tensors(
         problems, _ = scan_checkpoint(ckpt, threads=threads, progress=progress, seen=marks.add)
         found += [_fault(p) for p in problems]
     bad = {p.tensor for p in found}
-    looked = [s for s in samples(ckpt, threads=threads) if s.name not in bad and np.isfinite(s.rms)]
+    taken = samples(ckpt, threads=threads) if looked is None else looked
+    looked = [s for s in taken if s.name not in bad and np.isfinite(s.rms)]
     rows = ckpt.table.rows
     found += _constants(looked)
     found += _duplicates(ckpt, looked)

@@ -9,9 +9,10 @@ what a wrong order does to the loss is :mod:`convert.diagnose`'s to find.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from convert.cast import to_float32
 from convert.errors import ConvertError, Problem
+from convert.layout import Key
 from convert.match import as_reference
 from convert.row_evidence import BROKEN as BROKEN
 from convert.row_evidence import NAMED as NAMED
@@ -184,7 +186,7 @@ class _Rows:
     """A tensor whose rows are heads of rotary pairs."""
 
     name: str
-    layer: int | None
+    key: Key
     source: Source
     heads: int
     rotary: int
@@ -195,23 +197,31 @@ class _Rows:
         return self.source.shape[0] // self.heads
 
 
-def probe(ckpt: Checkpoint, *, max_bytes: int | None = None, threads: int = 2) -> Probe:
+def probe(
+    ckpt: Checkpoint,
+    *,
+    max_bytes: int | None = None,
+    threads: int = 2,
+    known: Mapping[Key, Floats] | None = None,
+) -> Probe:
     """Find the order of the rotary rows of Q and K.
 
     Args:
         ckpt: An opened checkpoint.
         max_bytes: Read at most so many bytes, of heads spread over all layers; None: all of Q and K.
         threads: Blocks read at once.
+        known: Logarithms of the norms of all rows of tensors that need not be read for it.
     """
     tensors = list(_rotary(ckpt))
     chosen, sampled = _choose(tensors, max_bytes)
+    norms = partial(_norms, known or {})
     with ThreadPoolExecutor(max(1, threads)) as workers:
-        done = zip(chosen, workers.map(_norms, chosen), strict=True)
+        done = zip(chosen, workers.map(norms, chosen), strict=True)
         read = [(run[0], *found) for run, found in done if found is not None]
     heads: list[Fits] = []
     for (name, blocks, _), same in groupby(read, lambda r: (r[0].name, r[0].blocks, r[1].shape[1])):
         runs = list(same)
-        layers = [rows.layer for rows, logs, _ in runs for _ in logs]
+        layers = [rows.key[1] for rows, logs, _ in runs for _ in logs]
         fits = fit(name, layers, np.concatenate([logs for _, logs, _ in runs]), blocks)
         heads += [fits] if fits else []
     nbytes = sum(count for _, _, count in read)
@@ -240,7 +250,7 @@ def _rotary(ckpt: Checkpoint) -> Iterator[_Rows]:
         wrong = {n for i, n in counts.items() if i != row_id} if names[row_id] == "k" and rotary == size else set()
         wrong |= {n // heads for n in wrong}
         blocks = tuple(sorted(heads * size // n for n in wrong - {heads, 0} if heads * size % n == 0))
-        yield _Rows(names[row_id], layer, plain, heads, rotary, blocks)
+        yield _Rows(names[row_id], (row_id, layer), plain, heads, rotary, blocks)
 
 
 def _choose(tensors: Sequence[_Rows], max_bytes: int | None) -> tuple[list[tuple[_Rows, int, int]], bool]:
@@ -264,9 +274,12 @@ def _choose(tensors: Sequence[_Rows], max_bytes: int | None) -> tuple[list[tuple
     return picked, True
 
 
-def _norms(run: tuple[_Rows, int, int]) -> tuple[Floats, int] | None:
-    """Logarithms of the rows' norms, ``[heads, rows that turn]``; None where the file cannot be read."""
+def _norms(known: Mapping[Key, Floats], run: tuple[_Rows, int, int]) -> tuple[Floats, int] | None:
+    """Logarithms of the rows' norms, ``[heads, rows that turn]``, and bytes; None where the file cannot be read."""
     rows, first, last = run
+    if rows.key in known:
+        logs = known[rows.key].reshape(rows.heads, rows.size)
+        return logs[first:last, : rows.rotary], rows.source.row_bytes * rows.size * (last - first)
     try:
         block = rows.source.read(first * rows.size, last * rows.size)
     except ConvertError:  # said by who checks the files

@@ -19,6 +19,8 @@ from convert.checkpoint import open_checkpoint
 from convert.inspect import inspect
 from convert.qk_probe import BROKEN, NAMED, SAMPLE_BYTES, Probe, probe, student
 from convert.row_evidence import evidence, fit, weigh
+from convert.samples import samples
+from convert.source import FilePool
 from convert.validate import validate
 from tests.fixtures.ggml import make_gguf
 from tests.fixtures.hf import make_hf
@@ -322,3 +324,24 @@ def test_torch_is_not_imported():
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_norms_that_are_known_are_not_read_again(tmp_path, monkeypatch):
+    """Those of the queries, from the samples; the control, norms of other rows, are believed too."""
+    with open_checkpoint(shaped(tmp_path / "m", Shape(128, 8, 2, 16, 112, 96, layers=10))) as checkpoint:
+        plain = probe(checkpoint).as_json()
+        looked = samples(checkpoint)
+        known = {s.key: s.profiles[0] for s in looked if s.profiles and s.key[0].endswith(".q")}
+        assert len(known) == 10
+        read: list[int] = []
+        read_into = FilePool.read_into
+        monkeypatch.setattr(FilePool, "read_into", lambda s, p, b, at: (read.append(len(b)), read_into(s, p, b, at)))
+        found = probe(checkpoint, known=known).as_json()
+        assert sum(read) == sum(s.source.row_bytes * s.shape[0] for s in looked if s.key[0].endswith(".k"))
+        other = {key: logs[::-1] + np.arange(len(logs)) % 3 for key, logs in known.items()}
+        control = probe(checkpoint, known=other).as_json()
+    for side in ("q", "k", "both"):
+        assert found[side]["fits"] == pytest.approx(plain[side]["fits"], abs=1e-5)
+    assert (found["bytes"], found["order"]) == (plain["bytes"], plain["order"])
+    assert control["q"]["fits"] != pytest.approx(plain["q"]["fits"], abs=1e-2)
+    assert control["k"] == found["k"]
