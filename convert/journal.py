@@ -259,6 +259,8 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], Finished] | None:
     return (kept[0], kept[1]) if kept else None
 
 
+#: A journal has some sixty bytes for a piece of megabytes; one of 800 GB in the smallest pieces has less than this.
+_MOST_BYTES = 64 << 20
 _Kept = tuple[dict[str, Any], Finished, dict[str, list[int]], int]
 
 
@@ -267,13 +269,15 @@ def _read(path: Path) -> _Kept | None:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would wait for ever, a link lead elsewhere
             return None
+        if path.lstat().st_size > _MOST_BYTES:  # nor did a run of ours write that much
+            return None
         data = path.read_bytes()
     except OSError:
         return None
     lines = data.split(b"\n")[:-1]  # the last line is empty, or was cut off
     try:
         identity = json.loads(lines[0])
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, RecursionError):
         return None
     if not isinstance(identity, dict) or identity.get("schema") != SCHEMA:
         return None
@@ -288,7 +292,7 @@ def _read(path: Path) -> _Kept | None:
                 number, start, stop, *crcs = map(int, line.split())
                 finished.add(number, start, stop)
                 finished.crcs[number, start, stop] = tuple(crcs)
-        except (ValueError, TypeError):  # what follows a damaged line is not believed either
+        except (ValueError, TypeError, RecursionError):  # what follows a damaged line is not believed either
             break
         size += len(line) + 1
     return identity, finished, moved, size

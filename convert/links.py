@@ -66,7 +66,9 @@ def refuse_links(paths: Iterable[Path], folder: Path) -> None:
         if not path.is_file() or path.resolve().is_relative_to(root):  # a loop of links is no file, and has no end
             continue
         target = path.resolve()
-        if not (_is_blob(target) or _is_blob(_first_step(path)) or _same_work_tree(root, target)):
+        step = _first_step(path)
+        blob = _is_blob(target) or (_is_blob(step) and not step.is_symlink())  # a blob is a file, no link to anywhere
+        if not (blob or _same_work_tree(root, target)):
             problems.append(
                 Problem(
                     "link",

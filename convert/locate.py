@@ -326,6 +326,9 @@ def _stale_index(folder: Path, sets: dict[str, list[Path]]) -> Problem | None:
     )
 
 
+_MOST_SETS = 8  # that a message names
+
+
 def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:
     lines = []
     for key, files in sets.items():
@@ -333,11 +336,12 @@ def _two_sets(folder: Path, sets: dict[str, list[Path]]) -> Problem:
         newest = max((p.stat().st_mtime for p in files), default=0)
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest))
         lines.append(f"{key} ({len(files)} file{'s' if len(files) != 1 else ''}, {human_bytes(size)}, {date})")
+    shown = "; ".join(lines[:_MOST_SETS]) + " …" * (len(lines) > _MOST_SETS)
     return Problem(
         "two_sets",
-        f"{folder} holds {len(sets)} candidate sets of weights: {'; '.join(lines)}.",
+        f"{folder} holds {len(sets)} candidate sets of weights: {shown}.",
         file=str(folder),
-        found=list(sets),
+        found=list(sets)[:_MOST_SETS],
         wanted="one set",
         hint="Name the file (or the index) that is meant, or move the others away.",
     )

@@ -239,6 +239,10 @@ def _embedding_from_head(out: Match) -> None:
         out.notes.append("the embedding is not stored; the head is, and the config ties them")
 
 
+#: How many of the files that hold a tensor a message names.
+_MOST_FILES = 8
+
+
 def _source(out: Match, slot: Slot, specs: list[TensorSpec], dims: Dims) -> Source | None:
     pool = out.checkpoint.pool
     problem = _dtype_problem(slot, specs)
@@ -251,7 +255,8 @@ def _source(out: Match, slot: Slot, specs: list[TensorSpec], dims: Dims) -> Sour
         out.problems.append(_shape_problem(out, slot, specs, specs[0].shape, dims))
         return None
     if out.checkpoint.layout != "meta":
-        files = ", ".join(s.file.name for s in specs)
+        more = f" … ({len(specs)} in all)" if len(specs) > _MOST_FILES else ""
+        files = ", ".join(s.file.name for s in specs[:_MOST_FILES]) + more
         what, hint = f"{slot.name!r} is stored in several files: {files}.", "Fetch or save the checkpoint again."
         out.problems.append(Problem("duplicate", what, tensor=slot.name, found=files, wanted="one of them", hint=hint))
         return None

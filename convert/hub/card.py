@@ -12,7 +12,7 @@ from typing import Any
 from convert.decisions import lines as decision_lines
 from convert.model_card import many, one, read_card
 from convert.record import entries
-from convert.report import human_bytes
+from convert.report import human_bytes, printable
 
 _LAYOUTS = {
     "hf": "Hugging Face (transformers)",
@@ -31,37 +31,37 @@ def card(record: Mapping[str, Any], files: list[Path], *, verified: Mapping[str,
         verified: What ``verify`` said (its ``as_json``), if it was run.
         base: The source's folder, whose card tells the licence.
     """
+    notes = record.get("notes")
     source, target = _object(record.get("source")), _object(record.get("target"))
     origin = _object(source.get("hub"))
-    return "\n".join(
-        [
-            *_front(record, target, origin, base),
-            "",
-            f"# {_title(origin, target)}",
-            "",
-            _what(record, source, target, origin),
-            "",
-            "## How it was converted",
-            "",
-            f"* With {record.get('tool')}: `convert {source.get('layout')}-to-{target.get('layout')}`"
-            + (f", type {target.get('dtype')}" if target.get("dtype") not in (None, "keep") else "")
-            + ".",
-            *(f"* {line}" for line in decision_lines(_object(record.get("decisions")))),
-            *(f"* {note}" for note in record.get("notes") or [] if isinstance(note, str)),
-            "",
-            "## How it was checked",
-            "",
-            "* After writing, sizes, headers and sampled blocks (with `--check full`, every byte) were compared with "
-            "what they were made from.",
-            _verified(verified),
-            "* `convert check` compares these files with `conversion.json`, and with the source if it is given.",
-            "",
-            "| file | bytes | SHA-256 |",
-            "| --- | ---: | --- |",
-            *(_row(item, files) for item in entries(target.get("files"))),
-            "",
-        ]
-    )
+    lines = [
+        *_front(record, target, origin, base),
+        "",
+        f"# {_title(origin, target)}",
+        "",
+        _what(record, source, target, origin),
+        "",
+        "## How it was converted",
+        "",
+        f"* With {record.get('tool')}: `convert {source.get('layout')}-to-{target.get('layout')}`"
+        + (f", type {target.get('dtype')}" if target.get("dtype") not in (None, "keep") else "")
+        + ".",
+        *(f"* {line}" for line in decision_lines(_object(record.get("decisions")))),
+        *(f"* {note}" for note in (notes if isinstance(notes, list) else ()) if isinstance(note, str)),
+        "",
+        "## How it was checked",
+        "",
+        "* After writing, sizes, headers and sampled blocks (with `--check full`, every byte) were compared with "
+        "what they were made from.",
+        _verified(verified),
+        "* `convert check` compares these files with `conversion.json`, and with the source if it is given.",
+        "",
+        "| file | bytes | SHA-256 |",
+        "| --- | ---: | --- |",
+        *(_row(item, files) for item in entries(target.get("files"))),
+        "",
+    ]
+    return printable("\n".join(lines))  # a record may come from anybody, and the card is shown
 
 
 def _front(
@@ -125,7 +125,8 @@ def _row(item: Mapping[str, Any], files: list[Path]) -> str:
 
     path = next((f for f in files if f.name == item.get("name")), None)
     digest = item.get("sha256") or (hash_file(path) if path is not None else "")
-    return f"| {item.get('name')} | {item.get('bytes'):,} | `{digest}` |"
+    size = item.get("bytes")
+    return f"| {item.get('name')} | {f'{size:,}' if isinstance(size, int) else ''} | `{digest}` |"
 
 
 def _endpoint() -> str:

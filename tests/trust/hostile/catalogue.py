@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.trust.hostile import folder_cases, link_cases, stranger_cases, tensor_cases, text_cases, torch_cases
+from tests.trust.hostile import (
+    folder_cases,
+    link_cases,
+    mixed_cases,
+    stranger_cases,
+    tensor_cases,
+    text_cases,
+    torch_cases,
+)
 from tests.trust.hostile.harness import Case
 
 #: What was to be tried → names of inputs, or their beginnings (ending in ``*``). A test asserts that all are there.
@@ -66,5 +74,5 @@ COVERED: dict[str, tuple[str, ...]] = {
 
 def cases() -> Iterator[Case]:
     """Every input, one group after the other; names are unique."""
-    for module in (torch_cases, tensor_cases, folder_cases, link_cases, text_cases, stranger_cases):
+    for module in (torch_cases, tensor_cases, folder_cases, link_cases, text_cases, stranger_cases, mixed_cases):
         yield from module.cases()

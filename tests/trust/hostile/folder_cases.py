@@ -163,6 +163,8 @@ RECORDS: dict[str, Any] = {
     "decisions that are a list": {**RECORD, "decisions": [5]},
     "a config that is a list": {**RECORD, "config": [5]},
     "names that are a list": _source(names=[5]),
+    "notes that are a number": {**RECORD, "notes": 5, "family": [5]},
+    "a hub that is a list": _source(hub={"repo": [5], "commit": {}}),
     "another hash": _target(files=[{**_FILE, "head_sha256": "1" * 64, "sha256": "1" * 64}]),
 }  # fmt: skip
 #: These are believed where files are compared, since the files are as they say; no command takes up the rest.
@@ -304,8 +306,9 @@ def cases() -> Iterator[Case]:
     yield Case("index: 1 GB of blanks", lambda f: hole(_index(f, "") / INDEX, 1 << 30, b'{"weight_map":') and f)
     for name in ("model.safetensors", "config.json"):
         for what in ("a link to a device", "a pipe", "a link to itself", "a folder"):
-            # Without a config (a pipe is none) a model has no head counts: refused for that.
-            yield Case(f"{name} is {what}", _special(name, LINKS[what]))
+            # Without a config (a pipe is none) a model has no head counts: refused for that, but a module has its own.
+            own = frozenset(("load-into",)) if name == "config.json" else frozenset()
+            yield Case(f"{name} is {what}", _special(name, LINKS[what]), passes=own)
     for name in ("tokenizer.json", "conversion.json", "generation_config.json", "tokenizer_config.json"):
         for what in ("a link to a device", "a pipe", "a link to itself", "a folder"):
             # What is in the place of a record is passed over with a note; there is no tokenizer, else.
@@ -313,9 +316,9 @@ def cases() -> Iterator[Case]:
             passes |= {"validate", "to-scratch", "to-hf"} if name == "conversion.json" else set()
             ways = ("inspect", "validate", "check", "to-scratch", "to-hf", "to-gguf-vocabulary")
             yield Case(f"{name} is {what}", _special(name, LINKS[what]), ways, frozenset(passes))
-    ways = ("inspect", "validate", "check", "check-source", "to-scratch")
+    ways = ("inspect", "validate", "check", "check-source", "to-scratch", "push")
     # A record that cannot be used is passed over with a note where the weights are what is asked for.
-    passes = {"inspect", "validate", "to-scratch", "to-gguf", "diff", "diagnose"}
+    passes = {"inspect", "validate", "to-scratch", "to-gguf", "diff", "diagnose", "push"}
     for name, record in RECORDS.items():
         yield Case(f"record: {name}", _recorded(record), ways, frozenset(passes))
     for name, record in HARMLESS.items():

@@ -24,6 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.trust.hostile.library import CALLS, noted_imports
+from tests.trust.hostile.library import main as call
+
 #: The bars: processor seconds and MB of memory for one command on one input, and seconds until it counts as hanging.
 SECONDS, MEGABYTES, PATIENCE = 2.0, 300, 90
 #: How much may be said about one bad file.
@@ -31,6 +34,10 @@ MOST_TEXT = 6000
 #: What private files hold that no command may tell of.
 SECRET = "the private words of a decoy"
 ROOT = Path(__file__).parent.parent.parent.parent
+
+
+#: What is run on every checkpoint besides, in the full run.
+LATER = ("repair", "verify", "generate-text", "open", "load-into", "scratch-config", "compare-tensors")
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Case:
     build: Callable[[Path], Path]
     commands: tuple[str, ...] = ("inspect", "validate", "to-scratch")
     passes: frozenset[str] = frozenset()
-    more: tuple[str, ...] = ("to-gguf", "diff", "check", "diagnose")
+    more: tuple[str, ...] = ("to-gguf", "diff", "check", "diagnose", *LATER)
     usage: frozenset[str] = frozenset()
 
 
@@ -81,15 +88,36 @@ COMMANDS: dict[str, list[str]] = {
     "table-of": ["tables", "check", str(ROOT / "mappings" / "llama.toml"), "--against", "{src}"],
     "push": ["push", "{src}", "org/name", "--dry-run"],
     "config": ["to", "scratch", "{good}", "{out}/m", "--config", "{src}"],
-    "repair": ["repair", "{src}", "{out}/m", "--fix", "swap-norms"],
+    "repair": ["repair", "{src}", "{out}/m{ext}", "--fix", "swap-norms"],
     "generate": ["generate", "{src}", "--chat", "--prompt", "t1", "--max-new-tokens", "2", "--device", "cpu"],
+    "generate-text": ["generate", "{src}", "--prompt", "t1", "--max-new-tokens", "2", "--device", "cpu"],
     "verify": ["verify", "{src}", "{good}", "--device", "cpu"],
+    "prompts": ["verify", "{good}", "{good}", "--prompts", "{src}", "--device", "cpu"],
+    "text": ["verify", "{good}", "{good}", "--text", "@{src}", "--device", "cpu"],
+    "hash": ["validate", "{src}", "--hash"],
+    "verify-b": ["verify", "{good}", "{src}", "--device", "cpu"],
+    "verify-text": ["verify", "{src}", "{good}", "--text", "t1 t2", "--device", "cpu"],
+    **{name: [name, "{src}", "{good}"] for name in CALLS},
 }
 #: Commands that tell what they find as a report on standard output, as they tell good news.
-REPORTS = frozenset(("validate", "scan", "hashes", "diff", "diff-b", "check", "check-of", "check-source", "verify"))
+REPORTS = frozenset(("validate", "scan", "hashes", "diff", "diff-b", "check", "check-of", "check-source"))
+REPORTS |= {"hash", "verify", "verify-b", "verify-text"}
+#: What may pass where one of these may: it looks at no more than they do.
+ALIKE = {
+    "scratch-config": ("inspect", "to-scratch"),
+    "compare-tensors": ("inspect", "diff"),
+    "open": ("inspect", "validate", "to-scratch"),
+    "load-into": ("validate", "to-scratch"),
+    "repair": ("to-scratch",),
+    "verify": ("diagnose",),
+    "verify-text": ("diagnose",),
+    "generate-text": ("diagnose",),
+}
 REPORTS |= {"tables-against", "table-of"}
-#: Commands that load torch: they are run in a server that has it, and what it takes by itself is not counted.
-TORCH = frozenset(("generate", "verify"))
+#: Commands that load torch: they are run in a server that has it, and what it takes by itself is not counted. What the
+#: first two refuse they shall refuse before they load it; the others are given a module, or make a torch type.
+TORCH = frozenset(("generate", "verify", "load-into", "scratch-config"))
+LATE_TORCH = frozenset(("generate", "verify"))
 
 
 @dataclass
@@ -105,6 +133,7 @@ class Seen:
         events: What the audit hook saw that must not be.
         changed: Paths that changed where nothing may.
         left: What lies at the output's place.
+        late: Whether torch was wanted by a command that need not have it in order to refuse.
     """
 
     code: int
@@ -115,6 +144,7 @@ class Seen:
     events: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    late: bool = False
 
     def faults(
         self, *, may_pass: bool = False, usage: bool = False, report: bool = False, about: Iterable[str] = ()
@@ -136,6 +166,8 @@ class Seen:
             bad += self._unclear(report, list(about))
         if self.code and self.left:
             bad.append(f"left {self.left}")
+        if self.code == 1 and self.late and "error: " in self.err:
+            bad.append("torch was loaded before it refused")
         if "Traceback" in said or "This is a bug" in said:  # an exception that nobody expected
             bad.append("a traceback")
         if self.code and not said.strip():
@@ -327,12 +359,12 @@ def _child(argv: list[str], box: Path, out: Path, report: Path, texts: list[Path
     from convert import cli
 
     click.utils.should_strip_ansi = lambda *_, **__: False  # as on a terminal, where escape sequences are obeyed
+    late = noted_imports() if argv[0] in LATE_TORCH else []
     sys.addaudithook(watch)
     code: Any = 70
     try:
         try:
-            cli.main(argv)
-            code = 0
+            code = call(argv) if argv[0] in CALLS else cli.main(argv) or 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)
         except BaseException:
@@ -346,7 +378,7 @@ def _child(argv: list[str], box: Path, out: Path, report: Path, texts: list[Path
             sys.stdout.flush()
             sys.stderr.flush()
         peak = _status("VmHWM") - loaded
-        report.write_text(json.dumps({"megabytes": peak // 10**6, "events": events[:10]}))
+        report.write_text(json.dumps({"megabytes": peak // 10**6, "events": events[:10], "late": bool(late)}))
         os._exit(code)
 
 

@@ -7,9 +7,12 @@ import convert.chat
 import convert.commands.generate
 import convert.commands.verify
 import convert.generate
+import convert.measurement
+import convert.modules
 import convert.reference.generation
 import convert.reference.llama
 import convert.reference.loading
+import convert.scratch_config
 import convert.text_tokenizer
 import convert.verify  # noqa: F401
 

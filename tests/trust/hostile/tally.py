@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.trust.hostile import base, catalogue
-from tests.trust.hostile.harness import COMMANDS, REPORTS, Case, Seen, Server
+from tests.trust.hostile.harness import ALIKE, COMMANDS, REPORTS, Case, Seen, Server
 
 #: How names begin, and the row of the table that they are counted in; the first that fits.
 GROUPS = {
@@ -38,6 +38,8 @@ GROUPS = {
     "table:": "tables and names files",
     "names file:": "tables and names files",
     "chat template": "chat templates",
+    "hub cache": "folders of the Hub's cache",
+    "prompts": "files of prompts",
     "files beside": "links, pipes, folders for files",
 }
 
@@ -74,7 +76,8 @@ def run_case(
     inside, out = box / "in", box / "out"
     inside.mkdir(parents=True)
     src = case.build(inside)
-    about = {str(src), *(p.name for p in inside.iterdir()), f"{out}/m"}
+    ext = ".gguf" if src.suffix == ".gguf" else ""
+    about = {str(src), *(p.name for p in islice(inside.rglob("*"), 1000)), f"{out}/m"}
     out.mkdir(exist_ok=True)  # some cases make it themselves
     made = sorted(p.name for p in out.iterdir())
     for number, name in enumerate((*case.commands, *(case.more if everything else ()))):
@@ -82,10 +85,10 @@ def run_case(
             shutil.rmtree(box)
             inside.mkdir(parents=True)
             case.build(inside)
-        argv = [a.format(src=src, out=out, good=good) for a in COMMANDS[name]]
+        argv = [a.format(src=src, out=out, good=good, ext=ext) for a in COMMANDS[name]]
         seen = server.run(argv, box, out)
         seen.left = [n for n in seen.left if n not in made]
-        may, usage = name in case.passes, name in case.usage
+        may, usage = bool(case.passes.intersection((name, *ALIKE.get(name, ())))), name in case.usage
         yield name, seen, seen.faults(may_pass=may, usage=usage, report=name in REPORTS, about=about)
         if not made:
             shutil.rmtree(out)
