@@ -14,8 +14,9 @@ from itertools import islice
 
 import pytest
 
-from tests.trust.hostile import bad_reader, base, catalogue, link_cases
-from tests.trust.hostile.harness import COMMANDS, ROOT, Seen, Server
+import convert
+from tests.trust.hostile import bad_reader, base, catalogue, library, link_cases
+from tests.trust.hostile.harness import COMMANDS, LATER, ROOT, Seen, Server
 from tests.trust.hostile.tally import good_model, run_case, tally
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured by /proc")
@@ -150,6 +151,7 @@ def test_a_private_file_that_is_read_is_seen(tmp_path):
     assert read.code == 0 and any("decoys/config.json" in e for e in read.events)
 
 
+@pytest.mark.timeout(400)  # a second server, which imports torch
 def test_a_sound_model_passes_every_command(tmp_path):
     """The other control: what the inputs are made from is no fault of theirs."""
     good = good_model(tmp_path / "good")
@@ -164,13 +166,29 @@ def test_a_sound_model_passes_every_command(tmp_path):
         Case("sound safetensors", lambda f: base.hf(f), (*usual, "diff", "check-source"), frozenset(COMMANDS), ()),
         Case("sound torch", lambda f: base.torch_folder(f, base.archive()), usual, frozenset(COMMANDS), ()),
         Case("sound Hub cache", link_cases.cached, link_cases.COMMANDS, frozenset(COMMANDS), ()),
-        Case("sound gguf", gguf, (*usual, "metadata"), frozenset(COMMANDS), ()),
+        Case("sound gguf", gguf, (*usual, "metadata", "repair", "open", "load-into"), frozenset(COMMANDS), ()),
+        Case("sound output", link_cases.sound, (*LATER, "verify-text", "push", "hash"), frozenset(COMMANDS), ()),
     ]
     with Server() as server:
         for case in sound:
             for command, seen, faults in run_case(server, case, tmp_path, good, everything=False):
-                undecided = 3 if command.startswith("diagnose") else 0  # the model is not run
+                # The model is not run, or would be the same with a fault.
+                undecided = 3 if command.startswith(("diagnose", "verify")) else 0
                 assert seen.code in (0, undecided) and not faults, (case.name, command, seen)
+
+
+def test_a_module_that_a_refused_checkpoint_changed_is_seen(tmp_path, monkeypatch):
+    def hasty(model, src):
+        model.lm_head.weight.data.fill_(1)
+        raise convert.ConvertError("the second tensor does not fit.")
+
+    good = good_model(tmp_path / "good")
+    assert library.main(["load-into", str(good), str(good)]) == 0
+    (good / "model.safetensors").write_bytes(base.safetensors()[:-1])
+    assert library.main(["load-into", str(good), str(good)]) == 1
+    monkeypatch.setattr(convert, "load_into", hasty)
+    with pytest.raises(AssertionError, match=r"changed lm_head\.weight"):
+        library.main(["load-into", str(good), str(good)])
 
 
 @pytest.mark.parametrize(
@@ -188,6 +206,8 @@ def test_a_sound_model_passes_every_command(tmp_path):
     ],
 )
 def test_what_is_no_clear_error_is_seen(code, out, err, fault):
+    late = Seen(code, 0.1, 30, out, err, late=True).faults(about=["a.bin"])
+    assert ("torch was loaded before it refused" in late) == (code == 1 and "error: " in err)
     found = Seen(code, 0.1, 30, out, err).faults(about=["a.bin"])
     assert found == [] if fault is None else any(fault in f for f in found), found
     if out.startswith("NOT ok"):
