@@ -25,6 +25,8 @@ class _Handler(tornado.web.RequestHandler):
     async def prepare(self) -> None:
         self.entry = Request(self.request.method or "", self.request.path, self._range(), self._authorized())
         self.hub.log.append(self.entry)
+        self.hub.under_way += 1
+        self.hub.most = max(self.hub.most, self.hub.under_way)
         for fault in self.hub.faults:
             if fault.times > 0 and fault.match in self.request.path and fault.method in (None, self.request.method):
                 fault.times -= 1
@@ -36,6 +38,9 @@ class _Handler(tornado.web.RequestHandler):
             for name, value in self.fault.headers.items():
                 self.set_header(name, value)
             self.finish()
+
+    def on_finish(self) -> None:
+        self.hub.under_way -= 1
 
     def _authorized(self) -> bool:
         return "Authorization" in self.request.headers

@@ -89,12 +89,14 @@ class Hub:
         repos: By name.
         faults: What is to go wrong.
         log: All requests.
+        most: How many were under way at once, at most.
     """
 
     def __init__(self, *, latency: float = 0.0, rate: float | None = None) -> None:
         self.repos: dict[str, Repo] = {}
         self.faults: list[Fault] = []
         self.log: list[Request] = []
+        self.under_way = self.most = 0
         self.uploads: dict[str, bytes] = {}
         self.latency, self.rate = latency, rate
         self._loop = asyncio.new_event_loop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import urllib.request
 
 import pytest
 
@@ -47,22 +48,35 @@ def test_the_same_as_of_a_copy(hub, tmp_path, layout):
     assert not list((tmp_path / "cache").glob("**/*.safetensors"))
 
 
-def test_thirty_shards_in_three_seconds(hub, tmp_path):
+def thirty(hub, tmp_path):
     make_hf(tmp_path / "m", dataclasses.replace(SHAPES["gqa8"], layers=15), sharded=30)
     put(hub, "org/m", tmp_path / "m")
-    best = 60.0
-    hub.latency = 0.05
+
+
+def test_thirty_shards_are_asked_for_side_by_side(hub, tmp_path):
+    """One request each, with its redirect; a client that waits for every answer has one under way at a time."""
+    thirty(hub, tmp_path)
+    hub.faults = [Fault("/cdn/", 8, slow=1.5)]  # time enough for others to come
+    assert convert.validate("org/m").ok
+    headers = hub.find(lambda r: ".safetensors" in r.path and "/resolve/" in r.path and "index" not in r.path)
+    fetched = hub.find(lambda r: "/cdn/" in r.path)
+    assert len(headers) == len(fetched) == 30
+    assert max(r.sent for r in fetched) <= 64 << 10
+    assert hub.most >= 4, hub.most
+    hub.most = 0
+    for name in list(hub.repos["org/m"].files)[:3]:  # the control
+        urllib.request.urlopen(f"{hub.url}/org/m/resolve/main/{name}").read()
+    assert hub.most <= 2  # the end of one answer may be noted when the next request is there
+
+
+@pytest.mark.slow
+def test_thirty_shards_in_three_seconds(hub, tmp_path):
+    thirty(hub, tmp_path)
+    best, hub.latency = 60.0, 0.05
     for _ in range(3):  # other work on the machine is not what is measured
-        hub.log.clear()
         start = time.perf_counter()
         assert convert.validate("org/m").ok
         best = min(best, time.perf_counter() - start)
-        headers = hub.find(lambda r: ".safetensors" in r.path and "/resolve/" in r.path and "index" not in r.path)
-        fetched = hub.find(lambda r: "/cdn/" in r.path)
-        assert len(headers) == len(fetched) == 30  # one each, with its redirect
-        assert max(r.sent for r in fetched) <= 64 << 10
-        if best <= 3:
-            break
     assert best <= 3, best
 
 
