@@ -170,7 +170,7 @@ def weigh(heads: Sequence[Fits], expected: str) -> list[Scenario]:
         pairs += [(right, o) for o in of_k if o != right] + [(o, right) for o in of_q if o != right]
     elif k:
         pairs = [(o, o) for o in of_k]
-    columns_q, columns_k = ({o: _column(side, o) for o in of_side} for side, of_side in ((q, of_q), (k, of_k)))
+    columns_q, columns_k = ({p[n]: _column(side, p[n]) for p in pairs} for n, side in enumerate((q, k)))
     tables = {pair: np.concatenate([columns_q[pair[0]], columns_k[pair[1]]]) for pair in pairs}
     means = {pair: float(column.mean()) for pair, column in tables.items()}
     best = max(pairs, key=lambda pair: means[pair])

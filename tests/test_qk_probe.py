@@ -326,6 +326,20 @@ def test_torch_is_not_imported():
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_one_of_the_two_is_judged_alone(side):
+    """As where the other cannot be read; the control, the same rows in interleaved order, is told from it."""
+    rng = np.random.default_rng(2)
+    logs = np.linspace(0, 2, 8) + rng.normal(0, 0.1, (60, 2, 8))
+    layers = [n // 6 for n in range(60)]
+    half, interleaved = logs.reshape(60, 16), logs.transpose(0, 2, 1).reshape(60, 16)
+    for rows, order in ((half, "half"), (interleaved, "interleaved")):
+        fits = fit(side, layers, rows, (4, 8))
+        assert fits is not None
+        told = weigh([fits], "half")
+        assert (str(told[0].q), str(told[0].k)) == (order, order) and told[0].chance == 1 and told[1].chance < 1e-5
+
+
 def test_norms_that_are_known_are_not_read_again(tmp_path, monkeypatch):
     """Those of the queries, from the samples; the control, norms of other rows, are believed too."""
     with open_checkpoint(shaped(tmp_path / "m", Shape(128, 8, 2, 16, 112, 96, layers=10))) as checkpoint:
