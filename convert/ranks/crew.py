@@ -7,6 +7,7 @@ life), gloo for what ranks hand to each other. What they do together is :mod:`co
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -30,6 +31,10 @@ SILENT_SECONDS = 5.0
 #: Seconds that a failing run waits for the others to have closed their files.
 _END_SECONDS = 15.0
 _POLL_SECONDS = 0.05
+#: Of this process: the stores it has met others in, by host and port, and how often it has met anybody. A later
+#: conversion meets in the same store, under a name of its own: the one before it may not be at its end everywhere.
+_stores: dict[tuple[str, int], Any] = {}
+_meetings = itertools.count()
 
 
 class Crew:
@@ -61,6 +66,7 @@ class Crew:
         self.stopped = threading.Event()
         self.progress: Callable[[int], None] | None = None
         self._dist = dist
+        self._place = place
         self._failure: dict[str, Any] | None = None
         self._done = 0
         self._step = 0
@@ -68,11 +74,12 @@ class Crew:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         wait = timedelta(seconds=JOIN_SECONDS)
         try:
-            store = dist.TCPStore(
+            store = _stores.get((place.host, place.port)) or dist.TCPStore(
                 place.host, place.port, self.world, is_master=self.rank == 0 and not agent, timeout=wait
             )
+            _stores[place.host, place.port] = store
             again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            prefixed = dist.PrefixStore(f"convert/{again}", store)
+            prefixed = dist.PrefixStore(f"convert/{again}/{next(_meetings)}", store)
             name_interface(place.host, place.port)
             dist.init_process_group("gloo", store=prefixed, rank=self.rank, world_size=self.world, timeout=wait)
         except (RuntimeError, ValueError) as error:
@@ -238,6 +245,7 @@ class Crew:
         said = "the store in which the ranks meet is gone, and with it the process that kept it (rank 0, or torchrun)."
         self._failure = {"rank": -1, "usage": False, "problems": [Problem("rank_lost", said).as_json()]}
         self.stopped.set()
+        _stores.pop((self._place.host, self._place.port), None)
 
     # --- signs of life -------------------------------------------------------------------------------------
 
@@ -322,9 +330,14 @@ class Crew:
         return code
 
     def close(self) -> None:
-        """Leave the others; nothing of this is of use afterwards."""
+        """Leave the others; nothing of this is of use afterwards, and this process may meet them anew."""
         self._closing.set()
         self._watch.join(LOST_SECONDS)
-        if self._failure is None:  # else it may wait for a rank that is no more
-            with contextlib.suppress(RuntimeError, ValueError):
-                self._dist.destroy_process_group()
+        leaving = threading.Thread(target=self._leave, name="leave", daemon=True)
+        leaving.start()
+        leaving.join(LOST_SECONDS if self._failure is None else SILENT_SECONDS)  # for a rank that may be no more
+        self._store.close()
+
+    def _leave(self) -> None:
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            self._dist.destroy_process_group()

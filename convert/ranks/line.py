@@ -23,7 +23,7 @@ class Line:
     def __init__(self, store: Any, seconds: float) -> None:
         self._store = store
         self._seconds = seconds
-        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lost = False
         threading.Thread(target=self._work, name="store", daemon=True).start()
 
@@ -46,6 +46,11 @@ class Line:
     def first(self, key: str, value: str) -> bytes:
         """Store a text unless there is one; returns what is there then."""
         return bytes(self._ask(self._store.compare_set, key, "", value))
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        self._lost = True
+        self._asked.put(None)
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer.
@@ -74,5 +79,5 @@ class Line:
         return answer[0]
 
     def _work(self) -> None:
-        while True:
-            self._asked.get()()
+        while (ask := self._asked.get()) is not None:
+            ask()

@@ -59,8 +59,7 @@ def _at_pieces(act: Any) -> None:
 def run_all(batch: list[list[str]]) -> int:
     """Run command lines one after another; returns the last one's exit code."""
     codes = []
-    for number, words in enumerate(batch):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each meets under a name of its own
+    for words in batch:
         try:
             main(words)
         except SystemExit as stop:

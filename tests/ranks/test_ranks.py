@@ -204,6 +204,19 @@ def test_one_rank_s_failure_is_told_by_the_first_and_ends_all(folder, tmp_path):
     assert not list(out.parent.iterdir())
 
 
+def test_after_a_failure_the_same_processes_convert_again(folder, tmp_path):
+    """They leave what they met in, and meet anew: a run that failed, one that is refused, two that succeed."""
+    k = kind("hf-to-scratch")
+    source = make_source("hf", folder)
+    wanted = plain(k, source, place(tmp_path, "x") / "out")
+    a, b = place(tmp_path, "a") / "out", place(tmp_path, "b") / "out"
+    batch = [words(k, source, out, "--quiet") for out in (a, a, a, b)]
+    lead, other = alone(2, batch, FAULT="full:1:4", CODES=str(tmp_path / "codes"))
+    assert json.loads((tmp_path / "codes").read_text()) == [1, 0, 2, 0], lead[2] + other[2]
+    assert (lead[0], other[0]) == (0, 0) and lead[2].count("No space left") == 1
+    assert hashes(a.parent) == hashes(b.parent) == wanted
+
+
 @pytest.mark.slow
 def test_each_rank_compares_a_share_of_the_crcs_and_all_fail_together(tmp_path):
     """Damage in either rank's share ends both; a sound source is the control, a small one is compared by rank 0."""
