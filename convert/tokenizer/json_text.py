@@ -23,6 +23,7 @@ _MOST_WIDE = 48 << 20
 #: Bytes that begin a character beyond U+FFFF in UTF-8.
 _WIDE = [bytes([first]) for first in range(0xF0, 0xF5)]
 _PIECE = 1 << 20
+_MOST_ESCAPES = 10_000
 
 
 def load(raw: bytes, *, texts: bool = True, constants: bool = False) -> Any:
@@ -44,13 +45,16 @@ def load(raw: bytes, *, texts: bool = True, constants: bool = False) -> Any:
             raise ValueError(f"it holds more than {most:,} times {mark.decode()!r}, more values than any tokenizer")
     if texts and len(raw) > _MOST_WIDE and any(first in raw for first in _WIDE):
         raise ValueError(f"it has {len(raw):,} bytes of text beyond ASCII, more than any tokenizer")
+    narrow = not texts or _is_better_narrow(raw)
     try:
-        if not texts:
+        if narrow:
             _want_utf8(raw)
-        text = raw.decode("utf-8-sig" if texts else "latin-1")
+        text = raw.decode("latin-1" if narrow else "utf-8-sig")
         del raw  # a copy of 30 MB; the caller has none
-        text = text if texts else text.removeprefix("\xef\xbb\xbf")
-        return _parse(text, constants)
+        text = text.removeprefix("\xef\xbb\xbf") if narrow else text
+        value = _parse(text, constants)
+        del text
+        return _widened(value) if texts and narrow else value
     except RecursionError:
         raise ValueError("it is nested deeper than any tokenizer") from None
     except UnicodeDecodeError as error:
@@ -66,6 +70,45 @@ def _parse(text: str, constants: bool) -> Any:
     finally:
         if was:
             gc.enable()
+
+
+def _is_better_narrow(raw: bytes) -> bool:
+    """Whether the file takes four times its size as one text, and can be parsed by its bytes all the same.
+
+    Not if it writes characters beyond ASCII as escapes: those would be taken for bytes. A tokenizer has some dozens of
+    escapes, for control characters.
+    """
+    if len(raw) < _UNCOUNTED or not any(first in raw for first in _WIDE):
+        return False
+    at = -1
+    for _ in range(_MOST_ESCAPES):
+        at = raw.find(b"\\u", at + 1)
+        if at < 0:
+            return True
+        if raw[at + 2 : at + 4] != b"00" or raw[at + 4 : at + 5] not in b"01234567":
+            return False
+    return False
+
+
+def _widened(value: Any) -> Any:
+    """A value whose texts are UTF-8 bytes, one character each, with the texts themselves; lists change in place."""
+    kind = type(value)
+    if kind is str:
+        return value if value.isascii() else value.encode("latin-1").decode()
+    if kind is list:
+        for index, inner in enumerate(value):
+            kind = type(inner)
+            if kind is str:
+                if not inner.isascii():
+                    value[index] = inner.encode("latin-1").decode()
+            elif kind is list or kind is dict:
+                value[index] = _widened(inner)
+    elif kind is dict:
+        return {
+            key if key.isascii() else key.encode("latin-1").decode(): inner if type(inner) is int else _widened(inner)
+            for key, inner in value.items()
+        }
+    return value
 
 
 def _no_constant(name: str) -> None:
