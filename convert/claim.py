@@ -16,6 +16,7 @@ from convert.errors import ConvertError, Problem, UsageError
 from convert.io_errors import io_problem
 from convert.journal import JOURNAL_NAME, read_commit
 from convert.output import LOCK_NAME, landing, partial_folder, remove
+from convert.owners import disown, ours, own, replaced, same_file
 from convert.platform import exchange, lock_file, sync_folder
 
 #: Within the partial folder: the files of an older output, while those of the new one take their places.
@@ -26,7 +27,8 @@ class Claim:
     """The right to write one output: none until :meth:`take`, so that a signal finds a claim to abandon.
 
     The locks are the system's own, so that they end with their process however that ends. The folder itself is locked,
-    too: that lock survives the rename, so nobody can take the folder over while it gets its name.
+    too: that lock survives the rename, so nobody can take the folder over while it gets its name. Where there are none,
+    the lock's file says whose it is (:mod:`convert.owners`), and goes after the rename.
 
     Args:
         out: The output.
@@ -48,6 +50,8 @@ class Claim:
         self._seen = self._lying()
         self._lock = self.folder / LOCK_NAME
         self._fds: list[int] = []
+        self._lockless = self._owned = False  # the system has no locks; it is ours by what the lock's file says
+        self._other = ""
 
     def take(self) -> None:
         """Make the partial folder and lock it.
@@ -56,7 +60,7 @@ class Claim:
             ConvertError: Another run is writing the same output, or the system makes no folder there.
             UsageError: Something that is no conversion's lies where the partial folder belongs.
         """
-        if not _ours(self.folder):
+        if not ours(self.folder):
             raise UsageError(
                 f"{self.folder} is in the way, and no conversion left it there.",
                 hint="Rename it or remove it yourself.",
@@ -68,20 +72,15 @@ class Claim:
             raise ConvertError(io_problem(error, self.folder, writing=True)) from error
         if not self.held:
             self._close()
-            raise ConvertError(
-                Problem(
-                    "busy",
-                    f"another conversion is writing {self.out}.",
-                    file=str(self.folder),
-                    hint="Wait for it, or choose another output.",
-                )
-            )
+            said, hint = f"another conversion is writing {self.out}", "Wait for it, or choose another output."
+            if self._other:
+                said, hint = f"{said}: {self._other}", f"{hint} If it is no more, remove {self._lock}."
+            raise ConvertError(Problem("busy", f"{said}.", file=str(self.folder), hint=hint))
         self._give_back()
 
     def _give_back(self) -> None:
         """Where names are not exchanged in one step, a run may have been killed between the two, or at what follows."""
-        marked = [path for path in self._replaced() if (path / LOCK_NAME).is_file()] if not self.single else []
-        for old in marked:
+        for old in () if self.single else replaced(self.out):
             if os.path.lexists(self.out):
                 _clear(old)
                 continue
@@ -90,14 +89,6 @@ class Claim:
                 (self.out / LOCK_NAME).unlink()
                 sync_folder(self.out.parent)
                 self._seen, self.given_back = self._lying(), True
-
-    def _replaced(self) -> list[Path]:
-        """Folders that are called as an older output is while the new one gets its name; no links."""
-        start = f"{self.out.name}.replaced"
-        named = [path for path in self.out.parent.iterdir() if path.name.startswith(start)]
-        return [
-            p for p in named if p.is_dir() and not p.is_symlink() and p.name[len(start) :].strip("0123456789") == ""
-        ]
 
     def _lying(self) -> frozenset[str]:
         """What lies in the output, or where its files will be."""
@@ -148,7 +139,7 @@ class Claim:
             except OSError:  # Windows opens no folders
                 pass
             try:
-                held = self._hold(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666), self._lock)
+                held = self._hold_lock()
                 sync_folder(self.folder)  # whose the folder is lasts before anything else that lies in it
                 return held
             except FileNotFoundError:
@@ -157,7 +148,21 @@ class Claim:
 
     def _hold(self, fd: int, path: Path) -> bool:
         self._fds.append(fd)
-        return lock_file(fd) and _same_file(fd, path)
+        locked = lock_file(fd)
+        self._lockless = locked is None
+        return locked is not False and same_file(fd, path)
+
+    def _hold_lock(self) -> bool:
+        try:
+            fd, made = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
+        except FileExistsError:
+            fd, made = os.open(self._lock, os.O_RDWR), False
+        if not self._hold(fd, self._lock):
+            return False
+        if self._lockless and os.name != "nt":
+            self._other = own(fd, self._lock, made=made)
+            self._owned = not self._other
+        return not self._other and same_file(fd, self._lock)
 
     def _close(self) -> None:
         for fd in self._fds:
@@ -172,6 +177,8 @@ class Claim:
         """
         if self.held and not self.done:
             _clear(self.folder)
+        elif not self.held and self._owned:
+            disown(self._lock)
         self._close()
         if not self.held:
             sweep(self.out, single=self.single)
@@ -182,6 +189,8 @@ class Claim:
 
     def leave(self) -> None:
         """Give it up, and leave what is there for a later run."""
+        if self._owned:
+            disown(self._lock)
         self._close()
 
     def take_back(self, moved: Mapping[str, list[int]]) -> None:
@@ -234,6 +243,9 @@ class Claim:
                         (self.folder / JOURNAL_NAME).write_bytes(listed)
                 raise
             self.done = True
+            if self._owned:
+                with contextlib.suppress(OSError):
+                    (self.out / LOCK_NAME).unlink()
             sync_folder(self.out.parent)
         for folder in self._made:  # their own names have to last, too
             sync_folder(folder.parent)
@@ -244,7 +256,7 @@ class Claim:
         listed = None
         with contextlib.suppress(OSError):
             listed = (self.folder / JOURNAL_NAME).read_bytes()
-        for name in (JOURNAL_NAME, LOCK_NAME):
+        for name in (JOURNAL_NAME, *(() if self._owned else (LOCK_NAME,))):
             with contextlib.suppress(FileNotFoundError):
                 (self.folder / name).unlink()
         sync_folder(self.folder)
@@ -367,32 +379,3 @@ def _clear(folder: Path) -> None:
         remove(folder / name)
     with contextlib.suppress(OSError):
         folder.rmdir()
-
-
-def _ours(folder: Path) -> bool:
-    """Whether a partial folder may be cleared: there is none, it is empty, or a conversion was killed in it.
-
-    Such a folder holds the lock or the journal, or, killed between the last check and the rename, a complete output
-    with its record. A lock or journal that is a link or a pipe is no conversion's: to open it would make or change a
-    file elsewhere, or wait.
-    """
-    from convert.locate import RECORD_NAME
-
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        return False
-    try:
-        inside = os.listdir(folder)
-    except FileNotFoundError:  # not there, or just renamed by the run that made it
-        return True
-    own = [folder / name for name in (LOCK_NAME, JOURNAL_NAME) if name in inside]
-    if any(path.is_symlink() or not path.is_file() for path in own if os.path.lexists(path)):
-        return False
-    return not inside or any(name in (LOCK_NAME, JOURNAL_NAME) or name.endswith(RECORD_NAME) for name in inside)
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    """Whether the open file still has this name (the run that held it may just have ended)."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except OSError:
-        return False

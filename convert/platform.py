@@ -194,23 +194,23 @@ def available_memory() -> int | None:
     return min(found, default=None)
 
 
-def lock_file(fd: int) -> bool:
+def lock_file(fd: int) -> bool | None:
     """Lock an open file for as long as it is open; whether nobody else holds it.
 
-    Where there are no such locks (Windows, some network filesystems) the answer is yes.
+    None where there are no such locks (Windows, some network filesystems).
     """
     if "flock" in DISABLED:
-        return True
+        return None
     try:
         import fcntl
     except ImportError:
-        return True
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        return None
     return True
 
 
