@@ -294,7 +294,7 @@ def test_imitated_rounding_of_k_types_is_as_large_as_the_real_one(name, before):
 
 
 def test_rounding_of_plain_types():
-    weights = torch.randn(128, 64)
+    weights = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
     for name, kind in (("BF16", torch.bfloat16), ("F16", torch.float16)):
         assert torch.equal(round_through(weights, name), weights.to(kind).float())
     error = (weights.bfloat16().float() - weights) / weights
@@ -421,7 +421,7 @@ def test_values_come_in_aligned_blocks(monkeypatch):
 
     monkeypatch.setattr(loading, "BLOCK_BYTES", 1000)
     for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        tensor = torch.randn(50, 16).to(kind)
+        tensor = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).to(kind)
         source = TensorSource(tensor, align=6)
         got = read_tensor(source, device="cpu", dtype=torch.float32)
         assert torch.equal(got, tensor.float())

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,13 +185,14 @@ def changes(scene: Scene, every: int) -> int:
             plan = convert.plan_conversion(opened, scene.kind.to, **scene.kind.options)
             moment = at * sum(e.nbytes for f in plan.files for e in f.entries)
             file = rng.choice(opened.files)
-            state = {"seen": 0.0, "done": False}
+            state, once = {"seen": 0.0, "done": False}, threading.Lock()
 
             def change(n: int, state: dict[str, Any] = state, moment: float = moment) -> None:
-                state["seen"] += n
-                if state["seen"] >= moment and not state["done"]:
-                    state["done"] = True
-                    _change(file, how)  # noqa: B023
+                with once:  # noqa: B023
+                    state["seen"] += n
+                    if state["seen"] >= moment and not state["done"]:
+                        state["done"] = True
+                        _change(file, how)  # noqa: B023
 
             where = f"{scene.kind.name}: {file.name} {how} at {at:.2f}"
             try:

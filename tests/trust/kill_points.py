@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -41,14 +42,17 @@ class Steps:
     def __init__(self, end: int | None = None) -> None:
         self.count = 0
         self.end = end
+        self._lock = threading.Lock()
         for name in CALLS:
             setattr(os, name, self._wrap(name, getattr(os, name)))
         convert.claim.exchange = self._wrap("exchange", convert.claim.exchange)  # type: ignore[attr-defined]
 
     def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            self.count += 1
-            if self.count == self.end:
+            with self._lock:  # two threads that count at once would both pass by the end
+                self.count += 1
+                last = self.count == self.end
+            if last:
                 if name in ("pwrite", "write"):
                     real(args[0], bytes(args[1])[: len(args[1]) // 2], *args[2:])
                 elif random.random() < 0.5:
