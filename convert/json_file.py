@@ -16,6 +16,7 @@ from convert.formats.sniff import refuse_non_weights, sniff
 MAX_BYTES = 32 << 20
 #: How often a character may occur in it: an index of 400,000 tensors has as many; each makes an object of 60 bytes.
 _MOST_MARKS = {b"[": 400_000, b"{": 400_000, b",": 1_000_000, b'"': 2_000_000}
+AGAIN = "Fetch the file again, or take it from another copy of the model."
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -23,12 +24,16 @@ def read_json(path: Path) -> Any:
     """Parse a JSON file of a checkpoint.
 
     Raises:
-        FormatError: It is no JSON, absurdly large, or states a key twice and differently; a Git-LFS pointer or web
-            page is named.
+        FormatError: It is no file, no JSON, absurdly large, or states a key twice and differently; a Git-LFS pointer or
+            web page is named.
     """
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+        what = f"{path.name} is {'a folder' if path.is_dir() else 'a pipe, socket or device'}, not a file."
+        raise FormatError(Problem("no_file", what, file=str(path), wanted="a JSON file", hint=AGAIN))
     size = path.stat().st_size
     if size > MAX_BYTES:
-        raise FormatError(Problem("config", f"{path.name} has {size:,} bytes, which no config has.", file=str(path)))
+        what = f"{path.name} has {size:,} bytes, which no config has."
+        raise FormatError(Problem("config", what, file=str(path), found=size, wanted=MAX_BYTES, hint=AGAIN))
     twice: list[Problem] = []
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def read_json(path: Path) -> Any:
     try:
         if any(raw.count(mark) > most for mark, most in _MOST_MARKS.items()):
             message = f"{path.name} holds more values than any config or index."
-            raise FormatError(Problem("config", message, file=str(path), hint="Fetch the file again."))
+            raise FormatError(Problem("config", message, file=str(path), hint=AGAIN))
         text = raw.decode("utf-8-sig")  # editors on Windows put a mark in front
         value = json.loads(text, parse_int=_whole, object_pairs_hook=once)
         if "\\u" in text:  # half a surrogate pair is no text: no file can be named so, no terminal can show it
@@ -55,7 +60,7 @@ def read_json(path: Path) -> Any:
         kind = sniff(path)
         if kind in ("lfs", "html", "empty", "zeros"):
             raise refuse_non_weights(path, kind) from None
-        problem = Problem("config", f"{path.name} is not valid JSON: {error}.", file=str(path))
+        problem = Problem("config", f"{path.name} is not valid JSON: {error}.", file=str(path), hint=AGAIN)
         if raw.startswith(_UTF_16):  # as PowerShell's > writes it; transformers cannot read it either
             message = f"{path.name} is UTF-16, and JSON files are UTF-8."
             hint = "Save it as UTF-8 (PowerShell: Out-File -Encoding utf8)."

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from convert import hub_cache
 from convert.adapters import adapter_folder
-from convert.config import read_json
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
+from convert.json_file import AGAIN, read_json
 from convert.links import refuse_links, refuse_side_links, refuse_weight_links
 from convert.numbered_files import number_of, numbered_files, row_of
 from convert.report import human_bytes
@@ -98,7 +98,7 @@ def locate(src: Path, *, follow_links: bool = False) -> Found:
     found.notes = said + found.notes + hub_cache.audit_downloads(found.files, folder=src if src.is_dir() else None)
     if found.config is None:
         names = (_HPARAMS, *CONFIG_NAMES) if found.format == "tensorflow" else CONFIG_NAMES
-        found.config = next((found.folder / n for n in names if (found.folder / n).is_file()), None)
+        found.config = next((found.folder / n for n in names if (found.folder / n).exists()), None)  # read_json looks
     beside = found.folder / RECORD_NAME
     if src.is_file():
         own = src.with_name(src.name + "." + RECORD_NAME)
@@ -228,7 +228,7 @@ def weight_map(index: Path) -> dict[str, str]:
     raw = read_json(index)
     mapping = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(mapping, dict) or not mapping:
-        raise FormatError(Problem("index", f"{index.name} has no weight_map.", file=str(index)))
+        raise FormatError(Problem("index", f"{index.name} has no weight_map.", file=str(index), hint=AGAIN))
     names = sorted(set(map(_text, mapping.values())))
     if len(names) > 10_000:
         raise FormatError(Problem("index", f"{index.name} names {len(names):,} files.", file=str(index)))

@@ -16,6 +16,7 @@ from convert.config_values import check_frame
 from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.spec import Container, TensorSpec
 from convert.gguf_record import with_scaling
+from convert.json_file import AGAIN
 from convert.locate import CONFIG_NAMES, Found
 from convert.table import MappingTable, families, load_table
 from convert.unstated import states_theta
@@ -51,7 +52,7 @@ def find_config(
     else:
         return None, None
     if not isinstance(raw, dict):
-        raise ConvertError(Problem("config", f"{path.name} is not a JSON object.", file=str(path)))
+        raise ConvertError(Problem("config", f"{path.name} is not a JSON object.", file=str(path), hint=AGAIN))
     if problems := list(check_frame(raw, str(path))):
         raise ConvertError(problems)
     layout = configs.layout_of(raw, (load_table(f) for f in families()))
