@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -61,3 +63,17 @@ def test_a_run_that_writes_in_place_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(claim.Claim, "commit", lambda self, announce=None: self._close())
     with pytest.raises((AssertionError, RuntimeError)):
         kill_points.disturb(kind("hf-to-scratch"), tmp_path, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_ranks_killed_and_resumed(tmp_path):
+    """In a process of its own, which forks before torch has threads."""
+    words = [sys.executable, "-m", "tests.trust.killed_ranks", "--kills", "20", "--kind", "pth"]
+    done = subprocess.run(
+        [*words, "--workdir", str(tmp_path / "w")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "all resumed to the same bytes" in done.stdout, done.stderr
