@@ -12,7 +12,7 @@ from pathlib import Path
 
 from convert.dtypes import DTYPES
 from convert.errors import FormatError, Problem
-from convert.formats.gguf_header import Header, TensorInfo, padded, read_header
+from convert.formats.gguf_header import SPOILT, Header, TensorInfo, padded, read_header
 from convert.formats.spec import Container, TensorSpec
 from convert.ggml import TYPE_IDS
 
@@ -83,6 +83,7 @@ def _duplicate(spec: TensorSpec, first: TensorSpec) -> Problem:
         f"{spec.name!r} occurs twice, in {first.file.name} and in {spec.file.name}.",
         tensor=spec.name,
         file=str(spec.file),
+        hint=SPOILT,
     )
 
 
@@ -118,9 +119,8 @@ def _check_info(header: Header, info: TensorInfo) -> Problem | None:
     kind = DTYPES[name]
     count = math.prod(max(d, 1) for d in info.dims)  # a dimension of 0 hides none of the others
     if count > _MOST or count // kind.block * kind.block_bytes > _MOST:
-        return Problem(
-            "shape", f"{info.name!r} has dimensions {list(info.dims)}, whose product overflows 63 bits.", **where
-        )
+        what = f"{info.name!r} has dimensions {list(info.dims)}, whose product overflows 63 bits."
+        return Problem("shape", what, hint=SPOILT, **where)
     block = kind.block
     if block > 1 and (not info.dims or info.dims[0] % block):
         row = info.dims[0] if info.dims else 1
@@ -129,6 +129,7 @@ def _check_info(header: Header, info: TensorInfo) -> Problem | None:
             f"{info.name!r} is {name} with rows of {row:,} elements, not a multiple of the block of {block}.",
             found=row,
             wanted=f"a multiple of {block}",
+            hint=SPOILT,
             **where,
         )
     return None
@@ -142,6 +143,7 @@ def _check_place(header: Header, info: TensorInfo, nbytes: int, expected: int | 
             f"{info.name!r} lies at offset {info.offset:,}, not a multiple of the alignment {header.alignment}.",
             found=info.offset,
             wanted=f"a multiple of {header.alignment}",
+            hint=SPOILT,
             **where,
         )
     if expected is not None and info.offset != expected:
@@ -290,6 +292,7 @@ def _check_split(headers: Sequence[Header], tensors: int) -> list[Problem]:
                         file=str(header.path),
                         found=found,
                         wanted=value,
+                        hint="Put the pieces of one model into one folder, and no others.",
                     )
                 )
     total = headers[0].metadata.get("split.tensors.count")
@@ -302,6 +305,7 @@ def _check_split(headers: Sequence[Header], tensors: int) -> list[Problem]:
                 file=str(headers[0].path),
                 found=infos,
                 wanted=total,
+                hint="Put the pieces of one model into one folder, and no others.",
             )
         )
     return problems

@@ -22,6 +22,8 @@ from convert.formats.gguf_values import ARRAY_ID, NAMES, SCALARS, KeyValues, Str
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
+#: What to do about a file that no sound tool writes.
+SPOILT = "The file is damaged or was written wrongly: fetch it again, or convert the original checkpoint again."
 #: More than any model has: the largest vocabularies (262,144 tokens with scores and merges) make 20 MB and 1.3 million
 #: items. What is within them is read in two seconds and 300 MB.
 MAX_HEADER = 64 << 20
@@ -110,7 +112,14 @@ class _Cursor:
     ) -> NoReturn:
         """Refuse the file."""
         raise FormatError(
-            Problem(kind, f"{self.path.name}: {message}", file=str(self.path), found=found, wanted=wanted, hint=hint)
+            Problem(
+                kind,
+                f"{self.path.name}: {message}",
+                file=str(self.path),
+                found=found,
+                wanted=wanted,
+                hint=hint or SPOILT,
+            )
         )
 
     def need(self, count: int) -> None:
@@ -250,7 +259,9 @@ def _version(cursor: _Cursor) -> int:
         f"GGUF version {version}; this program reads versions 2 and 3.",
         found=version,
         wanted=[2, 3],
-        hint="Version 1 was in use for a few days of August 2023; find a newer file." if version == 1 else None,
+        hint="Version 1 was in use for a few days of August 2023; find a newer file."
+        if version == 1
+        else "The file is damaged, or newer than this program: fetch it again, or look for a newer version of convert.",
     )
 
 

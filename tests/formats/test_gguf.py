@@ -176,6 +176,7 @@ def refused(path: Path, kind: str, *parts: str) -> FormatError:
     assert problem.kind == kind, problem
     for part in parts:
         assert part in problem.message, problem.message
+    assert problem.kind == "unreadable" or all(p.hint for p in caught.value.problems)  # what to do
     return caught.value
 
 
