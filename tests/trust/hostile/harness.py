@@ -107,7 +107,7 @@ ALIKE = {
     "scratch-config": ("inspect", "to-scratch"),
     "compare-tensors": ("inspect", "diff"),
     "open": ("inspect", "validate", "to-scratch"),
-    "load-into": ("validate", "to-scratch"),
+    "load-into": ("validate", "to-scratch", "to-gguf"),
     "repair": ("to-scratch",),
     "verify": ("diagnose",),
     "verify-text": ("diagnose",),
@@ -162,7 +162,8 @@ class Seen:
         bad += [f"changed {p}" for p in self.changed]
         if self.code != 1 and not (may_pass and self.code in (0, 3)) and not (usage and self.code == 2):  # 3: undecided
             bad.append(f"exit code {self.code}")
-        if self.code in (1, 2):
+        judged = may_pass and self.out.startswith("verify: ")  # both were run, and are two models
+        if self.code in (1, 2) and not judged:
             bad += self._unclear(report, list(about))
         if self.code and self.left:
             bad.append(f"left {self.left}")
