@@ -47,7 +47,11 @@ def read_json(path: Path) -> Any:
                     twice.append(_twice(path, key, seen[key], text))
         return out
 
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        error.filename = error.filename or str(path)  # the system names none when it opens a file and fails to read it
+        raise
     try:
         if any(raw.count(mark) > most for mark, most in _MOST_MARKS.items()):
             message = f"{path.name} holds more values than any config or index."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -61,3 +62,17 @@ def test_a_config_that_is_no_file_is_not_taken_for_none(
     given = tmp_path / "given.json"
     given.write_bytes(kept)
     assert open_checkpoint(folder, config=given).layout == "hf"  # and one that is named counts all the same
+
+
+def test_a_file_that_opens_and_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a failing disk; the system names the file only when it does not open."""
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}')
+
+    def fail(_: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match=r"config\.json") as caught:
+        read_json(path)
+    assert caught.value.filename == str(path)
