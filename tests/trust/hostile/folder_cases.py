@@ -164,12 +164,12 @@ RECORDS: dict[str, Any] = {
     "a config that is a list": {**RECORD, "config": [5]},
     "names that are a list": _source(names=[5]),
     "notes that are a number": {**RECORD, "notes": 5, "family": [5]},
-    "a hub that is a list": _source(hub={"repo": [5], "commit": {}}),
     "another hash": _target(files=[{**_FILE, "head_sha256": "1" * 64, "sha256": "1" * 64}]),
 }  # fmt: skip
 #: These are believed where files are compared, since the files are as they say; no command takes up the rest.
 HARMLESS: dict[str, Any] = {
     "a source that is a device": _source(path="/dev/zero"),
+    "a hub that is a list": _source(hub={"repo": [5], "commit": {}}),
     "a tool of terminal codes": {**RECORD, "tool": "\x1b[2J"},
     "names files elsewhere": {**_target(options={"names": "/dev/zero", "config": "/etc/passwd"}), "options": {"names": "/dev/zero"}},
     "a config of texts": {**RECORD, "config": {k: "x" for k in base.CONFIG}},
