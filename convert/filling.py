@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from torch import Tensor
 
+from convert.choices import require_positive
 from convert.module_tensors import as_array
 from convert.plan import piece_rows
 from convert.reference.loading import block_tensor
@@ -34,7 +35,8 @@ def fill_all(jobs: Iterable[tuple[Tensor, Source]], pool: FilePool, threads: int
         FormatError: A file ended early.
     """
     pending: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(max(1, threads)) as workers:
+    require_positive("threads", threads)
+    with ThreadPoolExecutor(threads) as workers:
         try:
             for tensor, source in jobs:
                 out = tensor.detach()  # no_grad would hold for this thread only

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from convert.choices import require_positive
 from convert.plan import ConversionPlan, Output, Target, piece_rows
 from convert.platform import read_at
 from convert.stops import put_off, still_pending
@@ -93,7 +94,8 @@ def rederive(
     """
     job = _Job(plan, place, progress or (lambda _: None))
     stop = cancel or threading.Event()
-    with ThreadPoolExecutor(max(1, threads)) as pool:
+    require_positive("threads", threads)
+    with ThreadPoolExecutor(threads) as pool:
         pending: set[Future[None]] = set()
         try:
             with put_off() as check:

@@ -176,6 +176,8 @@ def carry_out(plan: RepairPlan, out: Path, **how: Any) -> Repaired:
 def _chosen(fixes: Sequence[str]) -> tuple[Case, ...]:
     if not fixes:
         raise UsageError("nothing to repair: no --fix was given.", hint="`convert repair --list` names the fixes.")
+    if isinstance(fixes, str):  # which is a sequence of texts, too: its letters
+        fixes = [fixes]
     for number, text in enumerate(fixes):
         if text in fixes[:number]:
             raise UsageError(f"--fix {text} is given twice.", hint="Each fix is applied once, in the order given.")

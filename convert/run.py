@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from convert.choices import require_choice
+from convert.choices import require_choice, require_positive
 from convert.claim import Claim, sweep
 from convert.errors import ConvertError, Problem, UsageError
 from convert.io_errors import TRANSIENT, reading, writing
@@ -120,6 +120,7 @@ def run(
         Cancelled: ``cancel`` was set.
     """
     require_choice("check", check, CHECKS)
+    require_positive("threads", threads)
     if plan.source.only_samples:
         raise UsageError("this plan was made for a look, from samples.", hint="Plan again with way='download'.")
     plan.bind(out)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.cast import to_float32
+from convert.choices import require_positive
 from convert.dtypes import DTYPES
 from convert.platform import keep_freed_memory
 from convert.source import Source
@@ -93,6 +94,7 @@ def compare_tensors(
     Yields:
         One delta per tensor, in the order of A; tensors of B alone at the end.
     """
+    require_positive("threads", threads)
     keep_freed_memory()
     pool = ThreadPoolExecutor(max(1, threads))
     pending: deque[tuple[_Work, _Block | None, Future[Tally | None] | None]] = deque()

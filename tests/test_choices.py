@@ -52,3 +52,22 @@ def test_types_in_every_spelling(made, tmp_path, value):
 def test_opening(made, option, value):
     with pytest.raises(UsageError, match=option):
         convert.open_checkpoint(made, **{option: value})
+
+
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5])
+def test_no_threads_are_refused_and_not_waited_for(tmp_path, threads):
+    """With none at work, a run waited for ever for room among the pieces that are at work."""
+    made = make_hf(tmp_path / "m", "gqa8").path
+    out, other = tmp_path / "out", tmp_path / "other"
+    convert.convert_checkpoint(made, out, to="scratch", threads=1)  # the control
+    for work in (
+        lambda: convert.convert_checkpoint(made, other, to="scratch", threads=threads),
+        lambda: convert.repair(made, other, fixes=["unpermute-qk"], threads=threads),
+        lambda: convert.check(out, source=made, threads=threads),
+        lambda: convert.diff(made, out, threads=threads),
+    ):
+        with pytest.raises(convert.UsageError, match=r"threads=.* is no whole number of at least 1"):
+            work()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
+    # one fix is a text, not its letters
+    assert convert.repair(made, other, fixes="unpermute-qk").as_json()["fixes"][0]["fix"] == "unpermute-qk"
