@@ -13,7 +13,11 @@ from convert.tokenizer import json_text
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("aĠ▁é🦙\u0007\\\"'"), max_size=8)
 TREES = st.recursive(
-    TEXTS | st.integers(-(1 << 70), 1 << 70) | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32),
+    TEXTS
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.booleans()
+    | st.none()
+    | st.floats(allow_nan=False, allow_infinity=False, width=32),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=20,
 )
