@@ -204,6 +204,7 @@ def test_one_rank_s_failure_is_told_by_the_first_and_ends_all(folder, tmp_path):
     assert not list(out.parent.iterdir())
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_same_processes_convert_again(folder, tmp_path):
     """They leave what they met in, and meet anew: a run that failed, one that is refused, two that succeed."""
     k = kind("hf-to-scratch")
