@@ -73,13 +73,48 @@ def side_by_side(names: Iterable[str]) -> list[str]:
     return [first for first in below if first in alike]
 
 
+def beside_bare(names: Iterable[str]) -> str | None:
+    """The first part below which the names of all the others lie again: an average beside a model that has none."""
+    below: dict[str, set[str]] = {}
+    for name in (every := set(names)):
+        first, dot, rest = name.partition(".")
+        if dot and not first.isdecimal():
+            below.setdefault(first, set()).add(rest)
+    for first in sorted(below, key=lambda part: -len(below[part]))[:_MOST_GROUPS]:
+        rests = below[first]
+        common, others = len(rests & every), len(every) - len(rests)
+        if common >= max(_LEAST_COMMON, len(rests) * _LEAST_SHARE, others * _LEAST_SHARE):
+            return first
+    return None
+
+
+def bare_question(average: str, key: str = "") -> Problem:
+    """What to ask where :func:`beside_bare` finds an average; ``key`` is where both lie."""
+    full = f"{key}.{average}" if key else average
+    return Problem(
+        "ambiguous",
+        f"There are 2 models with the same names: one below {full}, and one whose names have nothing before them.",
+        found=[full, key or "."],
+        wanted="one",
+        hint=f"Say which one: --key {full}, or --key {key or '.'} for the other.",
+    )
+
+
 def chosen_part(tensors: Tensors, key: str | None, notes: list[str]) -> Tensors:
     """The tensors below the first parts that ``--key`` says; all of them without it, unless two models lie there.
+
+    The key ``.`` is for those that have no such part, beside an average that has.
 
     Raises:
         UsageError: There is nothing under the key, or a model beside its moving average and no key.
     """
-    if key is None:
+    if key in (None, "."):
+        if average := beside_bare(tensors):
+            if key is None:
+                raise UsageError(bare_question(average))
+            out = {name: specs for name, specs in tensors.items() if not name.startswith(f"{average}.")}
+            notes.append(f"not converted: {average} ({len(tensors) - len(out)} tensors)")
+            return out
         if not (alike := side_by_side(tensors)):
             return tensors
         message = f"The file holds {len(alike)} models with the same names: {' and '.join(alike)}."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from convert.adapters import refuse_adapters
 from convert.errors import FormatError, Problem, UsageError
 from convert.formats.placeholders import TENSOR_MAKERS, Placeholder, as_mapping
 from convert.formats.spec import TensorSpec
-from convert.prefixes import side_by_side
+from convert.prefixes import bare_question, beside_bare, side_by_side
 from convert.trainers import no_model, refuse_megatron, refuse_pieces
 from convert.wrapped_config import config_around
 
@@ -75,7 +75,7 @@ def unwrap(tree: Any, key: str | None = None, *, file: Path | None = None, drop_
 
     Args:
         tree: ``Container.metadata["tree"]`` of :func:`convert.formats.torch_zip.read`.
-        key: Which dict to take (``model``, ``a.b``); None finds it.
+        key: Which dict to take (``model``, ``a.b``, ``.`` for the top); None finds it.
         file: For error messages.
         drop_prefix: A first part such as ``"model."`` or ``"net."`` to remove; only if every name has it.
             Never removed unasked: Hugging Face's own names begin with ``model.``.
@@ -87,7 +87,7 @@ def unwrap(tree: Any, key: str | None = None, *, file: Path | None = None, drop_
     """
     where = str(file) if file is not None else None
     refuse_megatron(tree, where)
-    chosen = key if key is not None else _find(tree, where)
+    chosen = key.removesuffix(".") if key is not None else _find(tree, where)
     chain = _follow(tree, chosen, where)
     state = as_mapping(chain[-1])
     refuse_pieces(tree, state or {}, where)
@@ -98,11 +98,12 @@ def unwrap(tree: Any, key: str | None = None, *, file: Path | None = None, drop_
     refuse_adapters(found, file=file)
     counters = [name for name, clean in strip_prefixes(found, file=file)[0].items() if _is_counter(clean, found[name])]
     names, stripped = strip_prefixes([name for name in found if name not in counters], file=file)
+    names, average = _without_average(names, chosen, asked=key is not None, where=where)
     _refuse_side_by_side(list(names.values()), chosen, where)
     if drop_prefix and all(name.startswith(drop_prefix) and len(name) > len(drop_prefix) for name in names.values()):
         names = {old: name[len(drop_prefix) :] for old, name in names.items()}
         stripped.append(f"{drop_prefix} ({len(names)} names)")
-    others = [f"{name} (a counter)" for name in counters] + _others(chain[:-1], chosen, state)
+    others = average + [f"{name} (a counter)" for name in counters] + _others(chain[:-1], chosen, state)
     notes = [f"the model was found under the key {chosen!r}"] if chosen else []
     notes += [f"stripped from names: {item}" for item in stripped]
     notes += [f"not converted: {item}" for item in others]
@@ -113,6 +114,18 @@ def unwrap(tree: Any, key: str | None = None, *, file: Path | None = None, drop_
 def _is_counter(name: str, spec: TensorSpec) -> bool:
     """A number beside the modules' tensors: how often an average was taken, or which step this is."""
     return "." not in name and not spec.type.is_float and not spec.type.is_quantized and math.prod(spec.shape) == 1
+
+
+def _without_average(
+    names: dict[str, str], key: str, *, asked: bool, where: str | None
+) -> tuple[dict[str, str], list[str]]:
+    """The names without an average's that lie among them, and what was left out; a question if no key was said."""
+    if not (average := beside_bare(names.values())):
+        return names, []
+    if not asked:
+        raise UsageError(replace(bare_question(average, key), file=where))
+    out = {old: new for old, new in names.items() if not new.startswith(f"{average}.")}
+    return out, [f"{average} ({len(names) - len(out)} tensors)"]
 
 
 def _refuse_side_by_side(names: list[str], key: str, where: str | None) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import convert
 from convert.errors import ConvertError, UsageError
-from convert.prefixes import side_by_side
+from convert.prefixes import beside_bare, side_by_side
 from convert.trainers import refuse_folder
 from tests.fixtures import make_hf
 
@@ -153,6 +153,7 @@ def test_a_lightning_module_with_more_than_the_model(source, state, tmp_path):
 
 
 OTHER = 3.0
+BARE = ["beside bare names", "beside bare names, deeper"]
 
 
 def averages(state: dict[str, torch.Tensor]) -> dict[str, tuple[Any, str, str]]:
@@ -179,11 +180,17 @@ def averages(state: dict[str, torch.Tensor]) -> dict[str, tuple[Any, str, str]]:
             "state_dict.student",
             "state_dict.teacher",
         ),
+        "beside bare names": (state | at("ema_model.module.", moving), ".", "ema_model"),
+        "beside bare names, deeper": (
+            {"state_dict": at("module.", state) | at("ema.", moving), "step": 3},
+            "state_dict",
+            "state_dict.ema",
+        ),
         "under a wrapper": (at("module.student.", state) | at("module.teacher.", moving), "student", "teacher"),
     }
 
 
-@pytest.mark.parametrize("case", ["two dicts", "timm", "ema_pytorch", "lightning", "teacher", "under a wrapper"])
+@pytest.mark.parametrize("case", ["two dicts", "timm", "ema_pytorch", "lightning", "teacher", *BARE, "under a wrapper"])
 def test_a_moving_average_beside_the_model_is_a_question(source, state, tmp_path, case):
     tree, plain, moving = averages(state)[case]
     path = save(tree, source, tmp_path / "in")
@@ -206,6 +213,14 @@ def test_two_models_in_one_safetensors_file(source, state, tmp_path):
     assert "--key" in str(error.value)
     notes = converted(folder, moving, tmp_path / "out", key="ema")
     assert any("under the key 'ema'; 21 other tensors" in note for note in notes)
+    bare = folder.with_name("bare")
+    bare.mkdir()
+    shutil.copy(source / "config.json", bare)
+    save_file(state | {f"ema.{n}": t for n, t in moving.items()}, bare / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"--key ema, or --key \. for the other"):
+        convert.open_checkpoint(bare)
+    assert "not converted: ema (21 tensors)" in converted(bare, state, tmp_path / "bare-out", key=".")
+    converted(bare, moving, tmp_path / "bare-average", key="ema")
     with pytest.raises(UsageError, match="begins with 'nothing"):
         convert.open_checkpoint(folder, key="nothing")
     convert.convert_checkpoint(source, tmp_path / "x.gguf", to="gguf", tokenizer=False)
@@ -214,7 +229,9 @@ def test_two_models_in_one_safetensors_file(source, state, tmp_path):
 
 
 def test_what_is_no_pair_of_models(state):
-    assert side_by_side(state) == []
+    assert side_by_side(state) == [] and beside_bare(state) is None
+    assert beside_bare([*state, *(f"ema.{n}" for n in list(state)[:15])]) == "ema"  # without buffers, or a tied head
+    assert beside_bare([*state, *(f"part.{n}" for n in list(state)[:5])]) is None
     assert side_by_side([f"{i}.{n}" for i in range(3) for n in ("a", "b", "c")]) == []
     assert side_by_side([f"{i}.{n}" for i in "xy" for n in ("a", "b", "c")]) == ["x", "y"]
 
