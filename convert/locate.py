@@ -17,6 +17,7 @@ from convert.errors import ConvertError, FormatError, Problem, UsageError
 from convert.formats.sniff import refuse_non_weights, sniff
 from convert.json_file import AGAIN, read_json
 from convert.links import refuse_links, refuse_side_links, refuse_weight_links
+from convert.neighbours import hint_of
 from convert.numbered_files import number_of, numbered_files, row_of
 from convert.report import human_bytes
 from convert.trainers import refuse_folder
@@ -31,15 +32,12 @@ _DCP = ".metadata"
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".index")
 #: What trainers leave beside weights.
 NOT_WEIGHTS = (
-    "optimizer.",
-    "scheduler.",
     "rng_state",
     "training_args.",
     "scaler.",
     "random_states",
-    "sampler.",
-    "dl_state_dict.",
-    *("optimizer_", "scheduler_", "sampler_", "dl_state_dict_"),  # accelerate numbers further ones
+    # accelerate numbers further ones
+    *(name + end for name in ("optimizer", "scheduler", "sampler", "dl_state_dict") for end in "._"),
 )
 FORMATS = ("safetensors", "torch", "gguf", "tensorflow")
 #: What the files of a TensorFlow checkpoint end in beside its index.
@@ -85,7 +83,7 @@ def locate(src: Path, *, follow_links: bool = False) -> Found:
     if src.is_symlink() and not src.exists():
         raise ConvertError(_dangling([src]))
     if not src.exists():
-        raise UsageError(f"{src} does not exist.", hint="Give a checkpoint folder or file.")
+        raise UsageError(f"{src} does not exist.", hint=hint_of(src))
     if not src.is_dir() and not src.is_file():  # opening a pipe would wait for its writer
         raise UsageError(f"{src} is a pipe, socket or device, not a file.", hint="Give a checkpoint folder or file.")
     if not follow_links:

@@ -182,10 +182,14 @@ def _without_place(out: Fit, slot: Slot, strict: bool, *, headless: bool) -> Non
         return
     out.unexpected += stored
     if strict:
+        like = ".".join(
+            "*" if part.isdecimal() else part for part in slot.name.split(".")
+        )  # one finding for all layers
+        where = "" if slot.name == stored[0] else f", which has no {like!r}"
         out.problems.append(
             Problem(
                 "unexpected_tensor",
-                f"{stored[0]!r} has no place in the module, which has no {slot.name!r}.",
+                f"{stored[0]!r} has no place in the module{where}.",
                 tensor=stored[0],
                 found=list(slot.shape),
                 hint="The module was built for another config or layout; strict=False leaves such tensors out.",

@@ -64,8 +64,10 @@ def test_content_counts_and_not_the_suffix(copy):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match="Give a checkpoint folder or file"):
         locate(tmp_path / "absent")
+    with pytest.raises(UsageError, match="Give a checkpoint folder or file"):
+        locate(tmp_path / "no" / "such" / "folder")
     (tmp_path / "README.md").write_text("x")
     with pytest.raises(UsageError, match=r"no weights in .*README\.md"):
         locate(tmp_path)

@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 
 import convert  # noqa: E402
 from convert import load_into  # noqa: E402
+from convert.errors import ConvertError  # noqa: E402
 from convert.modules import check_module  # noqa: E402
 from tests.fixtures import make_hf, tokens  # noqa: E402
 from tests.own_module import NAMES, Mine, book_model, logits, oracle, problems  # noqa: E402
@@ -60,6 +61,14 @@ def test_a_damaged_checkpoint_is_reported_with_the_rest(tmp_path):
     before = model.tok_emb.weight.clone()
     assert set(problems(lambda: load_into(model, made.path))) == {"missing_tensor"}
     assert torch.equal(before, model.tok_emb.weight)
+
+
+def test_one_sentence_for_all_layers(tmp_path):
+    made = make_hf(tmp_path, "gqa6")
+    with pytest.raises(ConvertError) as error:
+        load_into(book_model(made.shape, n_layers=1), made.path)
+    said = [p.message for p in error.value.problems]
+    assert len(said) == 9 and all("layers.{1-2}" in text and "has no 'trf_blocks.*." in text for text in said)
 
 
 def test_other_layers_and_other_heads(tmp_path):
