@@ -230,6 +230,7 @@ class Server:
     def __enter__(self) -> Server:
         argv = [sys.executable, "-m", "tests.trust.hostile.harness", *([self.reader] if self.reader else [])]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+        env["PYTHONDONTWRITEBYTECODE"] = "1"  # ours, in a fresh clone, would be files written elsewhere
         env |= {"OMP_NUM_THREADS": "1"}  # torch's threads do not survive a fork
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
