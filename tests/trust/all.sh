@@ -33,6 +33,7 @@ run() { # NAME MODULE ARGUMENT...
 }
 
 run kill_points tests.trust.kill_points --kills "${KILLS:-200}"
+run killed_ranks tests.trust.killed_ranks --kills "${KILLS:-200}"
 run power_cuts tests.trust.power_cuts --cuts "${KILLS:-200}"
 run faults tests.trust.faults --every "${EVERY:-1}"
 run hostile tests.trust.hostile.tally --all
