@@ -203,9 +203,13 @@ class Claim:
         """
         back = 0
         for name in sorted(moved, key=lambda name: (not name.endswith(".gguf"), name)):
-            place = self.out.with_name(name)
-            if not (self.folder / name).exists() and is_moved(place, moved[name]):
-                os.replace(place, self.folder / name)
+            place, inside = self.out.with_name(name), self.folder / name
+            both = is_moved(inside, moved[name])  # half of a move, after a power cut: to rename it would do nothing
+            if is_moved(place, moved[name]) and (both or not inside.exists()):
+                if both:
+                    os.unlink(place)
+                else:
+                    os.replace(place, inside)
                 back += 1
                 if back == 1:  # after a power cut, too, the first piece is not there without the others
                     sync_folder(place.parent)

@@ -10,7 +10,7 @@ import pytest
 
 import convert
 from convert import claim, platform
-from convert.claim import Claim
+from convert.claim import Claim, identity
 from convert.errors import ConvertError, UsageError
 from convert.journal import JOURNAL_NAME
 from convert.output import LOCK_NAME, refuse_names
@@ -222,3 +222,21 @@ def test_a_claim_that_is_refused_leaves_the_other_runs_folder(tmp_path):
     assert names(tmp_path) == {"out.partial"}
     first.abandon()
     assert not names(tmp_path)
+
+
+def test_half_of_a_move_is_taken_back(tmp_path):
+    """After a power cut a file may have its old name and its new one: the new one goes, the first piece's first."""
+    taken = Claim(tmp_path / "m.gguf", single=True)
+    taken.take()
+    pieces = [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    for name in pieces:
+        (taken.folder / name).write_text(name)
+    moved = {name: identity(taken.folder / name) for name in pieces}
+    os.link(taken.folder / pieces[0], tmp_path / pieces[0])
+    os.rename(taken.folder / pieces[1], tmp_path / pieces[1])
+    (tmp_path / pieces[2]).write_text("somebody else's")
+    taken.take_back(moved)
+    assert sorted(p.name for p in tmp_path.glob("*.gguf")) == [pieces[2]]
+    assert [(taken.folder / name).read_text() for name in pieces] == pieces
+    taken.abandon()
+    assert (tmp_path / pieces[2]).read_text() == "somebody else's"
